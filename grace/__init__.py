@@ -25,7 +25,7 @@ from grace.core.methods.capabilities import (
     Thinning,
     Tuning,
 )
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops import register_backend
@@ -62,6 +62,7 @@ __all__ = [
     "Negotiating",
     "Payload",
     "Proposal",
+    "Route",
     "Rule",
     "Scaling",
     "Selecting",

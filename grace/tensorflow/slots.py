@@ -199,7 +199,7 @@ class VariableSlots(Slots):
         """
         for bucket in plan.buckets:
             by_data = [unit for unit in bucket.units if any(u.wire_bytes is None for u in (unit, *unit.chain))]
-            places = [(kind, bucket.name) for kind in ("bucket", *KINDS) if not bucket.layout.fixed]
+            places = [(kind, bucket.name) for kind in ("bucket", *KINDS) if not bucket.route.fixed]
             places += [("unit", unit.spec.name) for unit in by_data]
             for kind, name in places:
                 self._expect(kind, name, [], tf.int64)

@@ -166,7 +166,7 @@ class CommunicatorContract:
         """On average over the ranks, if they do not depend on the data."""
         for method in self.served(communicator, size):
             simulation = self.simulation(method, size)
-            if not all(bucket.layout.fixed for bucket in simulation.plan.buckets):
+            if not all(bucket.route.fixed for bucket in simulation.plan.buckets):
                 continue
             simulation.step(self.gradients(size, 0), lr=0.1)
             predicted = sum(bucket.nbytes for bucket in simulation.plan.buckets)

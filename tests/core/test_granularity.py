@@ -271,7 +271,7 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framewo
             assert sum(tensor["wire_bytes"] for tensor in stats["tensors"].values()) == fields
             assert set(stats["tensors"]) == {spec.name for spec in MIXED}
     predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
-    if all(bucket.layout.fixed for bucket in sim.plan.buckets):
+    if all(bucket.route.fixed for bucket in sim.plan.buckets):
         assert predicted == sum(traffic[0].values())
         assert sum(sim.plan.bytes_of(item) for item in sim.plan.assignments) == fields
     else:

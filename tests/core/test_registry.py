@@ -216,19 +216,26 @@ def test_the_class_decorator_returns_the_class():
 
 PACKAGE = """
 import dataclasses
+import grace
 from grace.core.communicators.broadcast import Broadcast
+from grace.core.plan.unit import layout_of
 from grace.core.transport.collectives import broadcast
 
 @dataclasses.dataclass(frozen=True)
 class OneByOne(Broadcast):
     '''Each rank in turn sends its buffer to all others.'''
 
-    def program(self, at, layout):
-        mine = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
-        arrived = []
-        for root in range(at.size):
-            arrived += yield [broadcast(mine, root)]
-        return layout.decode(at.ops, at.ops.concat(arrived), at.size, at.stamp)
+    def route(self, units, ranks, checksum=False):
+        layout = layout_of(units, checksum)
+
+        def run(bucket):
+            mine = layout.encode(bucket.ops, bucket.payloads, bucket.flags, bucket.stamp)
+            arrived = []
+            for root in range(bucket.size):
+                arrived += yield [broadcast(mine, root)]
+            return layout.decode(bucket.ops, bucket.ops.concat(arrived), bucket.size, bucket.stamp)
+
+        return grace.Route(layout.nbytes, layout.fixed, run)
 """
 
 USE = """

@@ -73,7 +73,7 @@ def test_moments_are_those_of_what_happens():
         time.sleep(0.02)
         for item in rest:
             engine.ready(item.spec.name, mine[item.spec.name])
-    handle = sim.engines[0]._runs[sim.plan.buckets[0].name].handles[0]
+    handle = sim.engines[0]._runs[sim.plan.buckets[0].name]._handles[0]
     waited = type(handle).wait
 
     def slow(self):

@@ -8,7 +8,9 @@ from typing import Any
 
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.two_shot import TwoShot
+from grace.core.methods.communicator import Route
 from grace.core.ops import get_ops
+from grace.core.plan.unit import layout_of
 from grace.core.session.simulation import SimulatedTransport, _Network
 from grace.core.transport import collectives
 
@@ -29,24 +31,36 @@ def breaks(contract_test: str):
     return decorate
 
 
+def changed(route, change):
+    """Return a route after which `change(received, rank)` takes the place of what has been received."""
+
+    def run(bucket):
+        return change((yield from route.run(bucket)), bucket.rank)
+
+    return dataclasses.replace(route, run=run)
+
+
 @breaks("test_all_ranks_get_the_same_bits")
 @dataclass(frozen=True)
 class MergesItsOwnFirst(Allgather):
     """Adds the payloads in an order of its own, so that sums are rounded otherwise on each rank."""
 
-    def program(self, at, layout):
-        received = yield from super().program(at, layout)
-        turned = [[*theirs[at.rank :], *theirs[: at.rank]] for theirs in received.payloads]
-        return received._replace(payloads=turned)
+    def route(self, units, ranks, checksum=False):
+        def turn(received, rank):
+            return received._replace(payloads=[[*theirs[rank:], *theirs[:rank]] for theirs in received.payloads])
+
+        return changed(super().route(units, ranks, checksum), turn)
 
 
 @breaks("test_what_is_sent_exactly_is_averaged")
 @breaks("test_the_majority_wins_a_vote")
 @dataclass(frozen=True)
 class ForgetsTheLastRank(Allgather):
-    def program(self, at, layout):
-        received = yield from super().program(at, layout)
-        return received._replace(payloads=[[*theirs[:-1], theirs[0]] for theirs in received.payloads])
+    def route(self, units, ranks, checksum=False):
+        def forget(received, rank):
+            return received._replace(payloads=[[*theirs[:-1], theirs[0]] for theirs in received.payloads])
+
+        return changed(super().route(units, ranks, checksum), forget)
 
 
 @breaks("test_what_is_applied_and_what_is_held_is_what_was_given")
@@ -68,10 +82,15 @@ class OwnersForget(TwoShot):
 @breaks("test_bytes_are_as_predicted")
 @dataclass(frozen=True)
 class SendsTwice(Allgather):
-    def program(self, at, layout):
-        buffer = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
-        data, _ = yield [collectives.allgather(buffer), collectives.allgather(at.ops.copy(buffer))]
-        return layout.decode(at.ops, data, at.size, at.stamp)
+    def route(self, units, ranks, checksum=False):
+        layout = layout_of(units, checksum)
+
+        def run(bucket):
+            buffer = layout.encode(bucket.ops, bucket.payloads, bucket.flags, bucket.stamp)
+            data, _ = yield [collectives.allgather(buffer), collectives.allgather(bucket.ops.copy(buffer))]
+            return layout.decode(bucket.ops, data, bucket.size, bucket.stamp)
+
+        return Route(layout.nbytes, layout.fixed, run)
 
 
 @breaks("test_a_bad_gradient_reaches_all_ranks_and_no_state")
@@ -79,9 +98,11 @@ class SendsTwice(Allgather):
 class KeepsFlagsToItself(Allgather):
     """Every rank looks at its own flag only."""
 
-    def program(self, at, layout):
-        received = yield from super().program(at, layout)
-        return received._replace(flags=[theirs[at.rank : at.rank + 1] for theirs in received.flags])
+    def route(self, units, ranks, checksum=False):
+        def keep(received, rank):
+            return received._replace(flags=[theirs[rank : rank + 1] for theirs in received.flags])
+
+        return changed(super().route(units, ranks, checksum), keep)
 
 
 @breaks("test_allreduce")

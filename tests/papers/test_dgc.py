@@ -141,7 +141,7 @@ def test_clipping_by_the_norm_of_all_tensors_waits_for_the_last_one():
     engine.drop()
     engine.ready("b", x)
     engine.ready("a", x)
-    assert {name for run in engine._runs.values() for name in run.steps} == {"a", "b"}
+    assert {step.unit.spec.name for run in engine._runs.values() for step in run.steps} == {"a", "b"}
     engine.ready("dense", x)
     assert np.allclose(engine.finish()["a"].max(), 1 / 4)
 

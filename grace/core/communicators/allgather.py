@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.config.registry import communicators
-from grace.core.methods.communicator import Communicator
-from grace.core.ops.composites import ArrayOps
-from grace.core.plan.unit import Unit
+from grace.core.methods.communicator import Communicator, Route
+from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
-from grace.core.wire.layout import Buffer, GatherLayout, Layout, Received
+from grace.core.wire.layout import GatherLayout, Received
 
 
 @communicators.register("allgather")
@@ -28,15 +28,12 @@ class Allgather(Communicator):
     any_length: ClassVar[bool] = True
     carries_codings: ClassVar[bool] = True
 
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> GatherLayout:
-        return GatherLayout([u.spec for u in units], [u.fields for u in units], [u.guarded for u in units])
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        layout = layout_of(units, checksum)
+        return Route(layout.nbytes, layout.fixed, functools.partial(_gather, layout), buffer=layout.buffer)
 
-    def buffer(self, layout: Layout, ops: ArrayOps) -> Buffer | None:
-        assert isinstance(layout, GatherLayout)
-        return layout.buffer(ops)
 
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(at.ops, at.coded, at.flags, at.stamp, at.buffer)
-        (data,) = yield [collectives.allgather(buffer, equal=layout.fixed)]
-        return layout.decode(at.ops, data, at.size, at.stamp)
+def _gather(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
+    buffer = layout.encode(bucket.ops, bucket.coded, bucket.flags, bucket.stamp, bucket.buffer)
+    (data,) = yield [collectives.allgather(buffer, equal=layout.fixed)]
+    return layout.decode(bucket.ops, data, bucket.size, bucket.stamp)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import ClassVar, NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple
 
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.allreduce import Allreduce
@@ -15,13 +15,11 @@ from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, Unit, whole
 from grace.core.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
-from grace.core.step.bucket_step import BucketStep
-from grace.core.wire.layout import Layout
 
 _UNION = SparseAllreduce(reduction="union")
 # The programs that are compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,
@@ -78,11 +76,8 @@ class Auto(Communicator):
             why += f"; uncompressed, it would be {round(dense):,} bytes"
         return best.program, why
 
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> NoReturn:
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         # A plan has what `resolve` returns, and never this communicator.
-        raise AssertionError
-
-    def program(self, at: BucketStep, layout: Layout) -> NoReturn:
         raise AssertionError
 
 

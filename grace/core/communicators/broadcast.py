@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from grace.core.communicators.allgather import Allgather
 from grace.core.config.registry import communicators
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
+from grace.core.plan.unit import Unit, layout_of
+from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
-from grace.core.wire.layout import GatherLayout, Layout, Received
+from grace.core.wire.layout import GatherLayout, Received
 
 
 @communicators.register("broadcast")
 @dataclass(frozen=True)
-class Broadcast(Allgather):
+class Broadcast(Communicator):
     r"""Broadcasts: one per rank brings its payload to every rank, for networks without a good allgather.
 
     Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
     """
 
-    any_length: ClassVar[bool] = False
-    carries_codings: ClassVar[bool] = False
-
     def obstacle(self, compressor: Compressor) -> str | None:
         return None if compressor.fixed_size else "the size of its payloads depends on the data"
 
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        assert isinstance(layout, GatherLayout)
-        buffer = layout.encode(at.ops, at.payloads, at.flags, at.stamp)
-        empty = at.ops.length(buffer)
-        buffers = yield [
-            collectives.broadcast(buffer if root == at.rank else at.ops.zeros(empty, "uint8"), root)
-            for root in range(at.size)
-        ]
-        data = buffers[0] if at.size == 1 else at.ops.concat(buffers)
-        return layout.decode(at.ops, data, at.size, at.stamp)
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        layout = layout_of(units, checksum)
+        return Route(layout.nbytes, layout.fixed, functools.partial(_broadcast, layout))
+
+
+def _broadcast(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
+    ops = bucket.ops
+    buffer = layout.encode(ops, bucket.payloads, bucket.flags, bucket.stamp)
+    empty = ops.length(buffer)
+    buffers = yield [
+        collectives.broadcast(buffer if root == bucket.rank else ops.zeros(empty, "uint8"), root)
+        for root in range(bucket.size)
+    ]
+    data = buffers[0] if bucket.size == 1 else ops.concat(buffers)
+    return layout.decode(ops, data, bucket.size, bucket.stamp)

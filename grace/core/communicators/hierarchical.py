@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core.communicators.two_shot import by_unit, keeps_state, why_not_second
+from grace.core.communicators.two_shot import by_unit, encode_shards, keeps_state, why_not_second
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.plan.unit import Assignment, Unit, empty_shard, shards
+from grace.core.plan.unit import Assignment, Unit, empty_shard, layout_of, shards
 from grace.core.spec import Array, Ranks, TensorSpec
 from grace.core.step.bucket_step import BucketStep
 from grace.core.step.unit_step import UnitStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Collective, Program, among
-from grace.core.wire.layout import GatherLayout, Layout, Received, decode_rows
+from grace.core.wire.layout import GatherLayout, Received, decode_rows
 
 _EMPTY = TensorSpec("empty", (0,))
 
@@ -148,93 +149,69 @@ class Hierarchical(Communicator):
         between = dataclasses.replace(unit, spec=spec, owners=owners, onward=onward, holding=False)
         return dataclasses.replace(unit, method=self._method_within(unit), onward=between, summed=0)
 
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         local_size = self._local_size(ranks)
         if local_size == ranks.size:
-            return units[0].communicator.layout(units, ranks)
+            return units[0].communicator.route(units, ranks, checksum)
         owned: list[list[int]] = [[] for _ in range(local_size)]
         for index, unit in enumerate(units):
             owners = _onward(unit).owners
             assert owners is not None
             owned[owners[0]].append(index)
-        first, between, negotiated = [], [], 0
+        first: list[GatherLayout] = []
+        between: list[Route] = []
+        negotiated = 0
         for indices in owned:
             mine = [units[i] for i in indices]
             inner = [_numbered_by_node(_onward(unit), local_size) for unit in mine]
             guarded = [unit.guarded or other.guarded for unit, other in zip(mine, inner, strict=True)]
-            first.append(GatherLayout([u.spec for u in mine], [u.fields for u in mine], guarded))
-            between.append(inner[0].communicator.layout(inner, Ranks(ranks.size // local_size)))
+            first.append(layout_of(mine, checksum, guarded))
+            between.append(inner[0].communicator.route(inner, Ranks(ranks.size // local_size), checksum))
             negotiated += sum(unit.negotiated_bytes for unit in inner)
-        return HierarchicalLayout(tuple(map(tuple, owned)), tuple(first), tuple(between), negotiated)
-
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        if not isinstance(layout, HierarchicalLayout):
-            return (yield from at.steps[0].unit.communicator.program(at, layout))
-        ops, owned = at.ops, layout.owned
-        local_size = len(owned)
-        node, local = divmod(at.rank, local_size)
-        here = range(node * local_size, (node + 1) * local_size)
-        peers = range(local, at.size, local_size)
-        payloads, flags = at.coded, at.flags
-        buffers = [
-            shot.encode(ops, [payloads[i] for i in indices], [flags[i] for i in indices], at.stamp)
-            for shot, indices in zip(layout.first, owned, strict=True)
-        ]
-        data = yield from among(here, _alone(collectives.alltoall(buffers)), ops, at.rank, at.size)
-        arrived = layout.first[local].decode(ops, data, local_size, at.stamp)
-        mine = [at.steps[i] for i in owned[local]]
-        inner = []
-        for step, theirs, bad in zip(mine, arrived.payloads, arrived.flags, strict=True):
-            assert step.onward is not None
-            step.onward.begin(step.merged(theirs), step.lr, flags=bad)
-            inner.append(step.onward)
-        nodes = BucketStep(inner, ops, rank=node, size=len(peers), stamp=at.stamp, mean=True)
-        received = yield from among(
-            peers, nodes.run(inner[0].unit.communicator, layout.between[local]), ops, at.rank, at.size
-        )
-        for every in at.steps:
-            every.bring_by(every.of_mean())
-        back: list[UnitStep] = []
-        for step, theirs, bad in zip(mine, received.payloads, received.flags, strict=True):
-            assert step.onward is not None
-            assert step.bringing is not None
-            done = step.onward.conclude(theirs, bad)
-            back.append(step.bringing)
-            back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor), flags=bad)
-        buffer = layout.first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], at.stamp)
-        data = yield from among(here, _alone(collectives.allgather(buffer)), ops, at.rank, at.size)
-        rows = decode_rows(ops, data, layout.first, at.stamp)
-        return by_unit(rows, owned, [*arrived.in_step, *received.in_step])
-
-
-@dataclass(frozen=True)
-class HierarchicalLayout:
-    """Layouts by rank of a node: `first` within the node, there and back, and `between` nodes.
-
-    `owned` holds the indices of its units in the bucket. `negotiated` are the bytes of all proposals between nodes.
-    """
-
-    owned: tuple[tuple[int, ...], ...]
-    first: tuple[GatherLayout, ...]
-    between: tuple[Layout, ...]
-    negotiated: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
         # There, all shards but its own leave a rank; back, its own one, which counts once however many ranks get it.
-        within = sum(shot.nbytes for shot in self.first)
-        return within + (sum(layout.nbytes for layout in self.between) + self.negotiated) // len(self.owned)
+        within = sum(layout.nbytes for layout in first)
+        return Route(
+            within + (sum(route.nbytes for route in between) + negotiated) // local_size,
+            all(layout.fixed for layout in first) and all(route.fixed for route in between),
+            functools.partial(_by_nodes, owned, first, between),
+        )
 
-    @property
-    def fixed(self) -> bool:
-        """True if the number of bytes does not depend on the data."""
-        return all(layout.fixed for layout in (*self.first, *self.between))
 
-    def checked(self) -> HierarchicalLayout:
-        """Return this layout with a checksum in every buffer that can have one."""
-        first, between = tuple(shot.checked() for shot in self.first), tuple(each.checked() for each in self.between)
-        return HierarchicalLayout(self.owned, first, between, self.negotiated)
+def _by_nodes(
+    owned: Sequence[Sequence[int]], first: Sequence[GatherLayout], between: Sequence[Route], bucket: BucketStep
+) -> Program[Received]:
+    """Exchange within the node, between nodes, and within the node again.
+
+    All by rank of a node: `owned` holds the indices of its units in the bucket, `first` the layouts within the node,
+    there and back.
+    """
+    ops, stamp, local_size = bucket.ops, bucket.stamp, len(owned)
+    node, local = divmod(bucket.rank, local_size)
+    here = range(node * local_size, (node + 1) * local_size)
+    peers = range(local, bucket.size, local_size)
+    there = collectives.alltoall(encode_shards(first, owned, bucket))
+    data = yield from among(here, _alone(there), ops, bucket.rank, bucket.size)
+    arrived = first[local].decode(ops, data, local_size, stamp)
+    mine = [bucket.steps[i] for i in owned[local]]
+    inner = []
+    for step, theirs, bad in zip(mine, arrived.payloads, arrived.flags, strict=True):
+        assert step.onward is not None
+        step.onward.begin(step.merged(theirs), step.lr, flags=bad)
+        inner.append(step.onward)
+    nodes = BucketStep(between[local], ops, rank=node, size=len(peers), mean=True, stamp=stamp, steps=inner)
+    received = yield from among(peers, nodes.run(), ops, bucket.rank, bucket.size)
+    for every in bucket.steps:
+        every.bring_by(every.of_mean())
+    back: list[UnitStep] = []
+    for step, theirs, bad in zip(mine, received.payloads, received.flags, strict=True):
+        assert step.onward is not None
+        assert step.bringing is not None
+        done = step.onward.conclude(theirs, bad)
+        back.append(step.bringing)
+        back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor), flags=bad)
+    buffer = first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], stamp)
+    data = yield from among(here, _alone(collectives.allgather(buffer)), ops, bucket.rank, bucket.size)
+    return by_unit(decode_rows(ops, data, first, stamp), owned, [*arrived.in_step, *received.in_step])
 
 
 def _onward(unit: Unit) -> Unit:

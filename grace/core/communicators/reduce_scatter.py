@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.communicators.two_shot import keeps_state
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.plan.unit import Unit, scattered
@@ -15,7 +16,7 @@ from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
-from grace.core.wire.layout import GatherLayout, Layout, Received
+from grace.core.wire.layout import GatherLayout, Received
 
 
 @dataclass(frozen=True)
@@ -58,49 +59,27 @@ class ReduceScatter(Communicator):
         chunks = dict(self.chunks)
         return [part for unit in units for part in scattered(unit, chunks, ranks.size)]
 
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> ReduceScatterLayout:
-        specs, guarded = [unit.spec for unit in units], [unit.guarded for unit in units]
-        return ReduceScatterLayout(
-            tuple(
-                GatherLayout(specs, [unit.fields if unit.merged_by == owner else () for unit in units], guarded)
-                for owner in range(ranks.size)
-            )
-        )
-
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        assert isinstance(layout, ReduceScatterLayout)
-        payloads, flags = at.coded, at.flags
-        owners = [step.unit.merged_by for step in at.steps]
-        buffers = [
-            to_owner.encode(
-                at.ops,
-                [payload if owner == mine else {} for payload, mine in zip(payloads, owners, strict=True)],
-                flags,
-                at.stamp,
-            )
-            for owner, to_owner in enumerate(layout.to_owners)
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        specs, guarded, size = [unit.spec for unit in units], [unit.guarded for unit in units], ranks.size
+        to_owners = [
+            GatherLayout(specs, [unit.fields if unit.merged_by == owner else () for unit in units], guarded, checksum)
+            for owner in range(size)
         ]
-        (data,) = yield [collectives.alltoall(buffers)]
-        return layout.to_owners[at.rank].decode(at.ops, data, at.size, at.stamp)
+        nbytes = (size - 1) * sum(layout.nbytes for layout in to_owners) // size
+        return Route(nbytes, all(layout.fixed for layout in to_owners), functools.partial(_scatter, to_owners))
 
 
-@dataclass(frozen=True)
-class ReduceScatterLayout:
-    """Layouts of the buffers to each owner."""
-
-    to_owners: tuple[GatherLayout, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
-        size = len(self.to_owners)
-        return (size - 1) * sum(layout.nbytes for layout in self.to_owners) // size
-
-    @property
-    def fixed(self) -> bool:
-        """True if the number of bytes does not depend on the data."""
-        return all(layout.fixed for layout in self.to_owners)
-
-    def checked(self) -> ReduceScatterLayout:
-        """Return this layout with a checksum in every buffer."""
-        return ReduceScatterLayout(tuple(layout.checked() for layout in self.to_owners))
+def _scatter(to_owners: Sequence[GatherLayout], bucket: BucketStep) -> Program[Received]:
+    payloads, flags = bucket.coded, bucket.flags
+    owners = [step.unit.merged_by for step in bucket.steps]
+    buffers = [
+        layout.encode(
+            bucket.ops,
+            [payload if owner == mine else {} for payload, mine in zip(payloads, owners, strict=True)],
+            flags,
+            bucket.stamp,
+        )
+        for owner, layout in enumerate(to_owners)
+    ]
+    (data,) = yield [collectives.alltoall(buffers)]
+    return to_owners[bucket.rank].decode(bucket.ops, data, bucket.size, bucket.stamp)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from grace.core.config.registry import communicators
 from grace.core.methods.capabilities import Thinning
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
@@ -19,7 +19,7 @@ from grace.core.spec import Array, Field, Payload, Ranks, TensorSpec
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
-from grace.core.wire.layout import GatherLayout, Layout, Received
+from grace.core.wire.layout import GatherLayout, Received
 
 _EXAMPLE = TensorSpec("example", (1024,))
 # Magnitudes are counted by their exponent and two more bits. The counts take 2,048 words. Units of fewer entries do
@@ -63,7 +63,6 @@ class SparseAllreduce(Communicator):
 
     any_length: ClassVar[bool] = True
     carries_codings: ClassVar[bool] = True
-    remembers: ClassVar[bool] = True
 
     reduction: Literal["split", "union", "tree"] = "split"
 
@@ -79,24 +78,12 @@ class SparseAllreduce(Communicator):
             return "must receive the mean of what all ranks have sent; this communicator drops a part of it"
         return None
 
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> SparseLayout:
-        return SparseLayout(
-            [u.spec for u in units],
-            [_entries(u, self.reduction) for u in units],
-            [u.guarded for u in units],
-        )
-
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        assert isinstance(layout, SparseLayout)
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        fields = [_entries(unit, self.reduction) for unit in units]
+        # The number of entries is known at run time only.
+        layout = GatherLayout([unit.spec for unit in units], fields, [unit.guarded for unit in units], checksum)
         run = {"split": _split, "union": _union, "tree": _tree}[self.reduction]
-        return (yield from run(at, layout))
-
-
-class SparseLayout(GatherLayout):
-    """Layout of entries of run-time number; the data decide how many bytes travel."""
-
-    def checked(self) -> SparseLayout:
-        return SparseLayout(self.specs, self.fields, self.guarded, checksum=True)
+        return Route(layout.nbytes, layout.fixed, functools.partial(run, layout), remembers=True)
 
 
 def _entries(unit: Unit, reduction: str) -> tuple[Field, ...]:
@@ -115,16 +102,16 @@ def _is_counted(unit: Unit) -> bool:
     return length >= _COUNTED_FROM
 
 
-def _split(at: BucketStep, layout: SparseLayout) -> Program[Received]:
-    ops, size = at.ops, at.size
-    ranges = yield from _ranges(at)
-    sums, arrived = yield from _added(at, layout, ranges)
-    counts = [_counts(ops, s["values"]) for s, step in zip(sums, at.steps, strict=True) if _is_counted(step.unit)]
+def _split(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
+    ops, size = bucket.ops, bucket.size
+    ranges = yield from _ranges(bucket)
+    sums, arrived = yield from _added(layout, bucket, ranges)
+    counts = [_counts(ops, s["values"]) for s, step in zip(sums, bucket.steps, strict=True) if _is_counted(step.unit)]
     totals: Array = None
     if counts:
         (totals,) = yield [collectives.allreduce(ops.concat(counts))]
     kept, number = [], 0
-    for entries, (_, sent), step in zip(sums, ranges, at.steps, strict=True):
+    for entries, (_, sent), step in zip(sums, ranges, bucket.steps, strict=True):
         most = (sent + (size - 1)) // size
         if _is_counted(step.unit):
             share = _share(ops, counts[number], totals[number * _BINS : (number + 1) * _BINS], most)
@@ -132,8 +119,8 @@ def _split(at: BucketStep, layout: SparseLayout) -> Program[Received]:
         else:
             share = (most + (size - 1)) // size
         kept.append(_largest(ops, entries, ops.size(ops.cast(share, "int32"))))
-    received = yield from _gathered(at, layout, kept, arrived)
-    for step, payloads in zip(at.steps, received.payloads, strict=True):
+    received = yield from _gathered(layout, bucket, kept, arrived)
+    for step, payloads in zip(bucket.steps, received.payloads, strict=True):
         if step.unit.memory.stateless:
             step.remember()
             continue
@@ -143,15 +130,15 @@ def _split(at: BucketStep, layout: SparseLayout) -> Program[Received]:
     return received
 
 
-def _union(at: BucketStep, layout: SparseLayout) -> Program[Received]:
-    ops = at.ops
-    for step in at.steps:
+def _union(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
+    ops = bucket.ops
+    for step in bucket.steps:
         step.remember()
-    ranges = yield from _ranges(at)
-    sums, arrived = yield from _added(at, layout, ranges)
+    ranges = yield from _ranges(bucket)
+    sums, arrived = yield from _added(layout, bucket, ranges)
     sent = []
     for entries, (edges, _) in zip(sums, ranges, strict=True):
-        low, width = _bounds(ops, edges, at.rank)
+        low, width = _bounds(ops, edges, bucket.rank)
         values, indices = entries["values"], entries["indices"]
 
         def whole(values: Array = values, indices: Array = indices, low: Any = low, width: Any = width) -> list[Array]:
@@ -161,7 +148,7 @@ def _union(at: BucketStep, layout: SparseLayout) -> Program[Received]:
         is_full = 2 * ops.length(values) > width
         values, indices = _either(ops, is_full, whole, functools.partial(list, (values, indices)))
         sent.append({"values": values, "indices": indices})
-    received = yield from _gathered(at, layout, sent, arrived)
+    received = yield from _gathered(layout, bucket, sent, arrived)
     for payloads, (edges, _) in zip(received.payloads, ranges, strict=True):
         for rank, payload in enumerate(payloads):
             values, indices = payload["values"], payload["indices"]
@@ -175,30 +162,30 @@ def _union(at: BucketStep, layout: SparseLayout) -> Program[Received]:
     return received
 
 
-def _tree(at: BucketStep, layout: SparseLayout) -> Program[Received]:
-    ops, rank, size = at.ops, at.rank, at.size
-    sums, flags = at.payloads, at.flags
+def _tree(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
+    ops, rank, size = bucket.ops, bucket.rank, bucket.size
+    sums, flags = bucket.payloads, bucket.flags
     nothing, in_step = ops.zeros(0, "uint8"), []
     dropped: list[list[Payload]] = [[] for _ in sums]
     for gap in (1 << i for i in range((size - 1).bit_length())):
         buffers = [nothing] * size
         if rank % (2 * gap) == gap:
-            buffers[rank - gap] = layout.encode(ops, sums, flags, at.stamp)
+            buffers[rank - gap] = layout.encode(ops, sums, flags, bucket.stamp)
         (data,) = yield [collectives.alltoall(buffers)]
         if rank % (2 * gap) == 0 and rank + gap < size:
-            row = layout.decode(ops, data, 1, at.stamp)
+            row = layout.decode(ops, data, 1, bucket.stamp)
             in_step += row.in_step
             flags = [_any(ops, theirs, mine) for mine, theirs in zip(flags, row.flags, strict=True)]
             for i, (mine, (theirs,)) in enumerate(zip(sums, row.payloads, strict=True)):
-                both = _nonzero(ops, _sum(ops, [mine, theirs], at.steps[i].unit.spec.numel))
+                both = _nonzero(ops, _sum(ops, [mine, theirs], bucket.steps[i].unit.spec.numel))
                 most = ops.length(mine["indices"]), ops.length(theirs["indices"])
                 # The larger number of the two.
                 sums[i] = _largest(ops, both, most[0] + most[1] - ops.min_size(*most))
                 goes_on = _among(ops, both["indices"], sums[i]["indices"])
                 dropped[i].append(_chosen(ops, both, ~goes_on))
-    (data,) = yield [collectives.allgather(layout.encode(ops, sums, flags, at.stamp) if rank == 0 else nothing)]
-    received = layout.decode(ops, data, 1, at.stamp)
-    for step, lost in zip(at.steps, dropped, strict=True):
+    (data,) = yield [collectives.allgather(layout.encode(ops, sums, flags, bucket.stamp) if rank == 0 else nothing)]
+    received = layout.decode(ops, data, 1, bucket.stamp)
+    for step, lost in zip(bucket.steps, dropped, strict=True):
         sent, x = step.payload, step.x
         # A memory that subtracts the merged gradient keeps what was dropped without further ado.
         if not step.unit.memory.stateless and step.unit.memory.subtracts_from is None:
@@ -211,13 +198,13 @@ def _tree(at: BucketStep, layout: SparseLayout) -> Program[Received]:
     return received._replace(in_step=[*in_step, *received.in_step])
 
 
-def _ranges(at: BucketStep) -> Program[list[tuple[Array, Array]]]:
+def _ranges(bucket: BucketStep) -> Program[list[tuple[Array, Array]]]:
     """Return for each unit the edges of the ranks' index ranges, and the number of entries that all ranks send.
 
     Each rank proposes ranges that hold equally many of its own entries. Their means are taken.
     """
-    ops, size, proposals = at.ops, at.size, []
-    for step in at.steps:
+    ops, size, proposals = bucket.ops, bucket.size, []
+    for step in bucket.steps:
         indices, numel = step.payload["indices"], step.unit.spec.numel
         inner = ops.cast(ops.arange(size - 1, "int64") + 1, "float64") * (ops.count(indices) / size)
         # A rank without entries finds the end only.
@@ -225,7 +212,7 @@ def _ranges(at: BucketStep) -> Program[list[tuple[Array, Array]]]:
         proposals += [ops.cast(edges, "int64"), ops.full(1, ops.length(indices), "int64")]
     (sums,) = yield [collectives.allreduce(ops.concat(proposals))]
     ranges = []
-    for i, step in enumerate(at.steps):
+    for i, step in enumerate(bucket.steps):
         row = sums[i * size : (i + 1) * size]
         ends = ops.full(1, 0, "int64"), row[: size - 1] // size, ops.full(1, step.unit.spec.numel, "int64")
         ranges.append((ops.cast(ops.concat(ends), "int32"), row[size - 1]))
@@ -239,31 +226,34 @@ def _bounds(ops: ArrayOps, edges: Array, rank: int) -> tuple[Any, Any]:
 
 
 def _added(
-    at: BucketStep, layout: SparseLayout, ranges: Sequence[tuple[Array, Array]]
+    layout: GatherLayout, bucket: BucketStep, ranges: Sequence[tuple[Array, Array]]
 ) -> Program[tuple[list[Payload], Received]]:
     """Send all entries to the ranks of their ranges; return the sums of this rank's range, and what has arrived."""
-    ops, sent = at.ops, []
-    for payload, (edges, _) in zip(at.payloads, ranges, strict=True):
+    ops, sent = bucket.ops, []
+    for payload, (edges, _) in zip(bucket.payloads, ranges, strict=True):
         before = ops.search_sorted(payload["indices"], edges - 1)
-        cuts = [ops.size(before[i]) for i in range(at.size + 1)]
+        cuts = [ops.size(before[i]) for i in range(bucket.size + 1)]
         sent.append([{key: x[a:b] for key, x in payload.items()} for a, b in itertools.pairwise(cuts)])
-    buffers = [layout.encode(ops, [pieces[i] for pieces in sent], at.flags, at.stamp) for i in range(at.size)]
+    flags, size, stamp = bucket.flags, bucket.size, bucket.stamp
+    buffers = [layout.encode(ops, [pieces[i] for pieces in sent], flags, stamp) for i in range(size)]
     (data,) = yield [collectives.alltoall(buffers)]
-    arrived = layout.decode(ops, data, at.size, at.stamp)
+    arrived = layout.decode(ops, data, size, stamp)
     sums = []
     for payloads, (edges, _) in zip(arrived.payloads, ranges, strict=True):
-        low, width = _bounds(ops, edges, at.rank)
+        low, width = _bounds(ops, edges, bucket.rank)
         near = [{**payload, "indices": payload["indices"] - low} for payload in payloads]
         entries = _nonzero(ops, _sum(ops, near, width))
         sums.append({**entries, "indices": entries["indices"] + low})
     return sums, arrived
 
 
-def _gathered(at: BucketStep, layout: SparseLayout, sent: Sequence[Payload], arrived: Received) -> Program[Received]:
+def _gathered(
+    layout: GatherLayout, bucket: BucketStep, sent: Sequence[Payload], arrived: Received
+) -> Program[Received]:
     """Bring every rank's entries to all ranks, with the flags of what has arrived at it."""
-    flags = [_any(at.ops, theirs) for theirs in arrived.flags]
-    (data,) = yield [collectives.allgather(layout.encode(at.ops, sent, flags, at.stamp))]
-    received = layout.decode(at.ops, data, at.size, at.stamp)
+    flags = [_any(bucket.ops, theirs) for theirs in arrived.flags]
+    (data,) = yield [collectives.allgather(layout.encode(bucket.ops, sent, flags, bucket.stamp))]
+    received = layout.decode(bucket.ops, data, bucket.size, bucket.stamp)
     return received._replace(in_step=[*arrived.in_step, *received.in_step])
 
 

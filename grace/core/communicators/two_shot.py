@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 from grace.core.communicators.allgather import Allgather
@@ -14,15 +14,15 @@ from grace.core.config.config import Method
 from grace.core.config.registry import communicators, memories
 from grace.core.errors import IncompatibleError
 from grace.core.methods.capabilities import Stateful, proposed_fields
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.plan.unit import Unit, shards
+from grace.core.plan.unit import Unit, layout_of, shards
 from grace.core.spec import Array, Ranks, TensorSpec
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
-from grace.core.wire.layout import GatherLayout, Layout, Received, decode_rows
+from grace.core.wire.layout import GatherLayout, Received, decode_rows
 
 _EXAMPLE = TensorSpec("example", (1024,))
 
@@ -119,8 +119,9 @@ class TwoShot(Communicator):
         method = Method(second, memory, Allgather(), shard.method.coding)
         return dataclasses.replace(shard, spec=spec, method=method, owners=owners)
 
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> TwoShotLayout:
-        owned: list[list[int]] = [[] for _ in range(ranks.size)]
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        size = ranks.size
+        owned: list[list[int]] = [[] for _ in range(size)]
         for index, unit in enumerate(units):
             assert unit.onward is not None
             assert unit.onward.owners is not None
@@ -132,66 +133,49 @@ class TwoShot(Communicator):
             onward = [unit.onward for unit in mine if unit.onward is not None]
             # The flags of the first shot travel on in the second one.
             guarded = [a.guarded or b.guarded for a, b in zip(mine, onward, strict=True)]
-            for layouts, described in ((first, mine), (second, onward)):
-                layouts.append(GatherLayout([u.spec for u in described], [u.fields for u in described], guarded))
-        return TwoShotLayout(tuple(map(tuple, owned)), tuple(first), tuple(second))
-
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        assert isinstance(layout, TwoShotLayout)
-        ops, owned = at.ops, layout.owned
-        payloads, flags = at.coded, at.flags
-        buffers = [
-            shot.encode(ops, [payloads[i] for i in indices], [flags[i] for i in indices], at.stamp)
-            for shot, indices in zip(layout.first, owned, strict=True)
-        ]
-        (data,) = yield [collectives.alltoall(buffers)]
-        arrived = layout.first[at.rank].decode(ops, data, at.size, at.stamp)
-        onward = []
-        for i, theirs, bad in zip(owned[at.rank], arrived.payloads, arrived.flags, strict=True):
-            step = at.steps[i].onward
-            assert step is not None
-            step.begin(at.steps[i].merged(theirs), at.steps[i].lr, flags=bad)
-            onward.append(step)
-        buffer = layout.second[at.rank].encode(
-            ops, [step.coded for step in onward], [step.bad for step in onward], at.stamp
+            first.append(layout_of(mine, checksum, guarded))
+            second.append(layout_of(onward, checksum, guarded))
+        to_owners = (size - 1) * sum(layout.nbytes for layout in first)
+        return Route(
+            (to_owners + sum(layout.nbytes for layout in second)) // size,
+            all(layout.fixed for layout in (*first, *second)),
+            functools.partial(_two_shots, owned, first, second),
         )
-        for step in onward:
-            step.remember()
-        for every in at.steps:
-            every.bring_by(every.onward)
-        (data,) = yield [collectives.allgather(buffer, equal=layout.equal)]
-        return by_unit(decode_rows(ops, data, layout.second, at.stamp), owned, arrived.in_step)
 
 
-@dataclass(frozen=True)
-class TwoShotLayout:
-    """Layouts of the two shots, by owner of the shards; `owned` holds the indices of its units in the bucket."""
+def _two_shots(
+    owned: Sequence[Sequence[int]],
+    first: Sequence[GatherLayout],
+    second: Sequence[GatherLayout],
+    bucket: BucketStep,
+) -> Program[Received]:
+    """Run both shots; `owned` holds the indices of each owner's units in the bucket."""
+    ops, stamp = bucket.ops, bucket.stamp
+    (data,) = yield [collectives.alltoall(encode_shards(first, owned, bucket))]
+    arrived = first[bucket.rank].decode(ops, data, bucket.size, stamp)
+    onward = []
+    for i, theirs, bad in zip(owned[bucket.rank], arrived.payloads, arrived.flags, strict=True):
+        step = bucket.steps[i].onward
+        assert step is not None
+        step.begin(bucket.steps[i].merged(theirs), bucket.steps[i].lr, flags=bad)
+        onward.append(step)
+    buffer = second[bucket.rank].encode(ops, [step.coded for step in onward], [step.bad for step in onward], stamp)
+    for step in onward:
+        step.remember()
+    for every in bucket.steps:
+        every.bring_by(every.onward)
+    equal = len({layout.nbytes for layout in second}) == 1 and all(layout.fixed for layout in second)
+    (data,) = yield [collectives.allgather(buffer, equal=equal)]
+    return by_unit(decode_rows(ops, data, second, stamp), owned, arrived.in_step)
 
-    owned: tuple[tuple[int, ...], ...]
-    first: tuple[GatherLayout, ...]
-    second: tuple[GatherLayout, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a rank sends per step, on average, with every run-time length taken as zero."""
-        size = len(self.owned)
-        to_owners = (size - 1) * sum(shot.nbytes for shot in self.first)
-        return (to_owners + sum(shot.nbytes for shot in self.second)) // size
-
-    @property
-    def fixed(self) -> bool:
-        """True if the number of bytes does not depend on the data."""
-        return all(shot.fixed for shot in (*self.first, *self.second))
-
-    @cached_property
-    def equal(self) -> bool:
-        """True if the buffers of the second shot all have one length."""
-        return len({shot.nbytes for shot in self.second}) == 1 and all(shot.fixed for shot in self.second)
-
-    def checked(self) -> TwoShotLayout:
-        """Return this layout with a checksum in every buffer."""
-        first, second = (tuple(shot.checked() for shot in shots) for shots in (self.first, self.second))
-        return TwoShotLayout(self.owned, first, second)
+def encode_shards(layouts: Sequence[GatherLayout], owned: Sequence[Sequence[int]], bucket: BucketStep) -> list[Array]:
+    """Return this rank's buffers for each owner of shards; `owned` holds the indices of its units in the bucket."""
+    payloads, flags = bucket.coded, bucket.flags
+    return [
+        layout.encode(bucket.ops, [payloads[i] for i in indices], [flags[i] for i in indices], bucket.stamp)
+        for layout, indices in zip(layouts, owned, strict=True)
+    ]
 
 
 def by_unit(rows: Sequence[Received], owned: Sequence[Sequence[int]], in_step: Sequence[Array]) -> Received:

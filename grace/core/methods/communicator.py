@@ -1,9 +1,9 @@
-"""Base class of communicators: programs of rounds that carry the payloads of one bucket."""
+"""Base class of communicators, and the route that they make for each bucket."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,16 +16,41 @@ if TYPE_CHECKING:
     from grace.core.plan.unit import Assignment, Unit
     from grace.core.step.bucket_step import BucketStep
     from grace.core.transport.collectives import Program
-    from grace.core.wire.layout import Buffer, Layout, Received
+    from grace.core.wire.layout import Buffer, Received
+
+
+def _no_buffer(ops: ArrayOps) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of the payloads of one bucket: made with the plan, and run once per step.
+
+    `nbytes` are the bytes that a rank sends per step, on average, with every run-time length taken as zero. `fixed`
+    says that they do not depend on the data.
+
+    `run(bucket)` carries the payloads of a bucket's units, and returns what each unit merges on this rank. It is a
+    generator that yields the collectives of a round and gets their results. All ranks must yield the same kinds in the
+    same order. `remembers` says that it updates the memories itself, because it may drop entries on the way.
+
+    `buffer(ops)` returns a wire buffer to which kernels can write payloads, for `BucketStep.buffer`; None if there is
+    none.
+    """
+
+    nbytes: int
+    fixed: bool
+    run: Callable[[BucketStep], Program[Received]]
+    remembers: bool = False
+    buffer: Callable[[ArrayOps], Buffer | None] = _no_buffer
 
 
 @dataclass(frozen=True)
 class Communicator(ABC):
     """Base of communicators, which sum payloads on the way or bring them to other ranks.
 
-    A communicator is a program of rounds: a generator that yields the collectives of a round and gets their results.
-    All ranks must yield the same kinds in the same order. The errors about obstacles are raised where the registered
-    communicators are known, because they list those without an obstacle.
+    The errors about obstacles are raised where the registered communicators are known, because they list those without
+    an obstacle.
     """
 
     #: Payloads are added on the way.
@@ -34,8 +59,6 @@ class Communicator(ABC):
     any_length: ClassVar[bool] = False
     #: Payloads may travel coded: the communicator, or each that it may become, brings them to other ranks as they are.
     carries_codings: ClassVar[bool] = False
-    #: The program updates the memories itself, because it may drop entries on the way.
-    remembers: ClassVar[bool] = False
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     brought_as: ClassVar[str] = ""
 
@@ -64,13 +87,5 @@ class Communicator(ABC):
         return units
 
     @abstractmethod
-    def layout(self, units: Sequence[Unit], ranks: Ranks) -> Layout:
-        """Return the layout of the fields of a bucket's units on the wire."""
-
-    def buffer(self, layout: Layout, ops: ArrayOps) -> Buffer | None:
-        """Return a wire buffer to which kernels can write payloads, for `BucketStep.buffer` (default: None)."""
-        return None
-
-    @abstractmethod
-    def program(self, at: BucketStep, layout: Layout) -> Program[Received]:
-        """Carry the payloads of a bucket's units, and return what each unit merges on this rank."""
+    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        """Return the route of a bucket with these units; with `checksum`, every buffer that can have one has one."""

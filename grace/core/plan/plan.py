@@ -11,13 +11,12 @@ from typing import NamedTuple
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.observe.table import align
 from grace.core.plan.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.core.wire.codings import PLAIN
-from grace.core.wire.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,12 @@ class Bucket:
 
     name: str
     units: tuple[Unit, ...]
-    communicator: Communicator
-    layout: Layout
+    route: Route
 
     @property
     def nbytes(self) -> int:
         """Bytes per step and rank, with header and padding, and with every run-time length taken as zero."""
-        return self.layout.nbytes + sum(unit.negotiated_bytes for unit in self.units)
+        return self.route.nbytes + sum(unit.negotiated_bytes for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Plan:
     @property
     def fixed(self) -> bool:
         """True if no length depends on the data."""
-        return all(bucket.layout.fixed for bucket in self.buckets)
+        return all(bucket.route.fixed for bucket in self.buckets)
 
     def bytes_of(self, item: Assignment) -> int | None:
         """Return a tensor's bytes per step, its share of its units by elements; None if they depend on the data.
@@ -255,9 +253,8 @@ def make_plan(
         alike = bucket[0].dense and not communicator.brought_as
         units = fuse(bucket) if config.granularity != "layer" or alike else bucket
         units = list(communicator.divide(units, ranks))
-        layout = communicator.layout(units, ranks)
-        layout = layout.checked() if config.checksum else layout
-        buckets.append(Bucket(f"{prefix}/{index}", tuple(units), communicator, layout))
+        route = communicator.route(units, ranks, config.checksum)
+        buckets.append(Bucket(f"{prefix}/{index}", tuple(units), route))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
     made = [unit for bucket in buckets for unit in bucket.units]
     told = (*_warnings(items, config), *_lost_means(made), *_swollen(made))

@@ -28,7 +28,7 @@ from grace.core.methods.memory import Memory
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
 from grace.core.wire.codings import PLAIN
 from grace.core.wire.lanes import in_lanes
-from grace.core.wire.layout import payload_bytes
+from grace.core.wire.layout import GatherLayout, payload_bytes
 
 # Smallest number of elements of a cut tensor in a unit; pieces start at multiples of it.
 GRAIN = 4096
@@ -345,6 +345,15 @@ def empty_shard(unit: Unit, number: int) -> Unit:
     spec = dataclasses.replace(unit.spec, name=f"{unit.spec.name}, empty shard {number}", shape=(0,))
     last = unit.pieces[-1]
     return dataclasses.replace(unit, spec=spec, pieces=(Piece(last.tensor, last.stop, last.stop),))
+
+
+def layout_of(units: Sequence[Unit], checksum: bool, guarded: Sequence[bool] | None = None) -> GatherLayout:
+    """Return the layout of the buffer in which a rank sends the fields of units; `guarded` says which have a flag.
+
+    By default these are those that need one.
+    """
+    flags = [unit.guarded for unit in units] if guarded is None else guarded
+    return GatherLayout([unit.spec for unit in units], [unit.fields for unit in units], flags, checksum)
 
 
 def _part(unit: Unit, start: int, stop: int) -> Iterator[Piece]:

@@ -139,9 +139,12 @@ class Delivered(NamedTuple):
 
 
 def negotiate(steps: Sequence[UnitStep]) -> None:
-    """Combine the proposals of all ranks, and compress with the result. `steps` are those of one unit, begun."""
+    """Combine the proposals of all ranks, and compress with the result. `steps` are those of one unit, begun.
+
+    The communicator must not cut the unit.
+    """
     if steps[0].proposal is not None:
-        _in_lock_step([_bucket(step).negotiate() for step in steps], steps[0].site.ops)
+        _in_lock_step([bucket.negotiate() for bucket in _buckets(steps)], steps[0].site.ops)
 
 
 def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
@@ -149,18 +152,20 @@ def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
 
     The communicator must not cut the unit.
     """
-    unit = steps[0].unit
-    ranks = Ranks(len(steps))
-    (divided,) = unit.communicator.divide([unit], ranks)
-    layout = unit.communicator.layout([divided], ranks)
-    programs = [unit.communicator.program(_bucket(step), layout) for step in steps]
-    received = _in_lock_step(programs, steps[0].site.ops)
+    received = _in_lock_step([bucket.route.run(bucket) for bucket in _buckets(steps)], steps[0].site.ops)
     return [Delivered(r.payloads[0], r.flags[0]) for r in received]
 
 
-def _bucket(step: UnitStep) -> BucketStep:
-    site = step.site
-    return BucketStep([step], site.ops, rank=site.rank, size=site.size, stamp=site.key.step, mean=True)
+def _buckets(steps: Sequence[UnitStep]) -> list[BucketStep]:
+    """Return the bucket of each rank that holds one unit only."""
+    unit, ranks = steps[0].unit, Ranks(len(steps))
+    (divided,) = unit.communicator.divide([unit], ranks)
+    route = unit.communicator.route([divided], ranks)
+    return [
+        BucketStep(route, at.ops, rank=at.rank, size=at.size, mean=True, stamp=at.key.step, steps=[step])
+        for step in steps
+        for at in [step.site]
+    ]
 
 
 def _in_lock_step(programs: Sequence[Program[T]], ops: ArrayOps) -> list[T]:

@@ -1,41 +1,63 @@
-"""One rank's work on one bucket in one step: what the program of a communicator works with."""
+"""One rank's work on one bucket in one step: the units, and the rounds of collectives that exchange them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
-from grace.core.methods.communicator import Communicator
+from grace.core.methods.communicator import Route
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload
+from grace.core.spec import ITEMSIZE, Array, Payload
 from grace.core.step.unit_step import UnitStep
 from grace.core.transport.collectives import Program, allreduce
-from grace.core.wire.layout import Buffer, Layout, Received
+from grace.core.transport.transport import Handle, Transport
+from grace.core.wire.layout import Buffer, Received
 
 ProposalKind = tuple[Literal["sum", "max", "leader"], str]
+# Called with a moment of a step, and the arrays that exist then.
+Observer: TypeAlias = Callable[[str, Iterable[Array] | None], None]
+
+
+def _ignore(moment: str, arrays: Iterable[Array] | None) -> None:
+    pass
 
 
 class BucketStep:
-    """The units of a bucket in one step, for the program of its communicator.
+    """The units of a bucket in one step, and the rounds that exchange them.
 
-    `steps` has the step of each unit, `ops` the array operations, and `stamp` is the number of the step. `mean` says
-    that 16-bit floats are averaged while they are added, because their sum may overflow. `buffer` is the wire buffer to
-    which the payloads were written, if the communicator has made one.
+    A route works with `steps`, the step of each unit, with the array operations `ops`, and with `stamp`, the number of
+    the step. `mean` says that 16-bit floats are averaged while they are added, because their sum may overflow. `buffer`
+    is the wire buffer to which the payloads were written, if the route has made one.
+
+    `advance` runs the rounds over a transport, until they are `received`. A route that has another one inside runs the
+    rounds of that one by `run`. `observe` is told the moments "proposed" and "negotiated", "compressed" and "handed"
+    (to the transport), and for each further round "waiting" and "arrived".
     """
 
     def __init__(
         self,
-        steps: Sequence[UnitStep],
+        route: Route,
         ops: ArrayOps,
         *,
         rank: int,
         size: int,
-        stamp: int,
         mean: bool,
+        stamp: Any = 0,
+        steps: Sequence[UnitStep] = (),
         buffer: Buffer | None = None,
+        observe: Observer = _ignore,
     ) -> None:
-        self.steps, self.ops, self.rank, self.size, self.stamp, self.mean = list(steps), ops, rank, size, stamp, mean
-        self.buffer = buffer
+        self.route, self.ops, self.rank, self.size, self.mean = route, ops, rank, size, mean
+        self.stamp, self.steps, self.buffer = stamp, list(steps), buffer
+        self.received: Received | None = None
+        #: The bytes that this rank has passed to collectives, by their kind.
+        self.nbytes: dict[str, int] = {}
+        self._observe = observe
+        self._rounds: Program[Received] | None = None
+        self._handles: list[Handle] = []
+        self._started = 0
+        self._sends = self._remembered = False
 
     @property
     def payloads(self) -> list[Payload]:
@@ -53,25 +75,67 @@ class BucketStep:
         return [step.bad for step in self.steps]
 
     @property
-    def proposals(self) -> bool:
-        """True if units wait for what the ranks negotiate."""
-        return any(step.proposal is not None for step in self.steps)
+    def arrived(self) -> bool:
+        """True if the round under way has arrived, so that `advance` does not wait."""
+        return all(handle.arrived() for handle in self._handles)
 
-    def run(self, communicator: Communicator, layout: Layout) -> Program[Received]:
-        """Negotiate, run the program of the communicator, and update the memories while the payloads travel."""
-        if self.proposals:
-            yield from self.negotiate()
-        program = communicator.program(self, layout)
-        arrived: list[Array] | None = None
-        while True:
-            try:
-                collectives = next(program) if arrived is None else program.send(arrived)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            if arrived is None and not communicator.remembers:
-                for step in self.steps:
-                    step.remember()
-            arrived = yield collectives
+    def advance(self, transport: Transport, name: str) -> bool:
+        """Wait for the round under way, and start the next one under a name; return False if there is none left."""
+        if self.received is not None:
+            return False
+        try:
+            if self._rounds is None:
+                self._rounds = self.run()
+                collectives = next(self._rounds)
+            else:
+                collectives = self._rounds.send(self._wait())
+        except StopIteration as end:
+            self.received = end.value
+            return False
+        self._handles = [transport.start(c, f"{name}/{self._started}.{i}") for i, c in enumerate(collectives)]
+        self._started += 1
+        for c in collectives:
+            sent = sum(self.ops.length(x) * ITEMSIZE[self.ops.dtype(x)] for x in c.sent_by(self.rank))
+            self.nbytes[c.kind] = self.nbytes.get(c.kind, 0) + sent
+        if self._sends and not self._remembered:
+            self._observe("handed", [array for step in self.steps for array in step.payload.values()])
+            self._remember()
+        return True
+
+    def _wait(self) -> list[Array]:
+        """Return the results of the round under way."""
+        if not self._sends:
+            return [handle.wait() for handle in self._handles]
+        self._observe("waiting", None)
+        results = [handle.wait() for handle in self._handles]
+        buffers = (each if isinstance(each, list) else [each] for each in results)
+        self._observe("arrived", itertools.chain.from_iterable(buffers))
+        return results
+
+    def run(self) -> Program[Received]:
+        """Negotiate, run the route, and update the memories while the payloads travel."""
+        proposals = [step.proposal.array for step in self.steps if step.proposal is not None]
+        if proposals:
+            self._observe("proposed", proposals)
+            self._observe("negotiated", (yield from self.negotiate()))
+        self._observe("compressed", None)
+        self._sends = True
+        rounds = self.route.run(self)
+        try:
+            collectives = next(rounds)
+            while True:
+                arrived = yield collectives
+                self._remember()
+                collectives = rounds.send(arrived)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+    def _remember(self) -> None:
+        """Update the memories once: when the payloads are on their way, or at the latest when they have arrived."""
+        if not self._remembered and not self.route.remembers:
+            for step in self.steps:
+                step.remember()
+        self._remembered = True
 
     def negotiate(self) -> Program[list[Array]]:
         """Combine the proposals of all ranks, one collective for those of one kind, and compress with the results.

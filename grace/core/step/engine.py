@@ -1,6 +1,6 @@
 """Engine of a training step: it compresses gradients as they arrive, exchanges, merges, then commits the states.
 
-Every bucket runs the program of its communicator, a generator of rounds of collectives:
+Every bucket runs its route, a generator of rounds of collectives:
 
     ready(name, gradient)   local work; the bucket's first round starts with its last gradient
     rest(name)              the same for a tensor that does not train: it takes part with zeros, and keeps its memory
@@ -14,10 +14,8 @@ Only the last two wait for other ranks.
 from __future__ import annotations
 
 import functools
-import itertools
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from grace.core.config.registry import memories
@@ -31,7 +29,7 @@ from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Bucket, Plan
 from grace.core.plan.unit import Assignment, Unit
-from grace.core.spec import ITEMSIZE, Array, State
+from grace.core.spec import Array, State
 from grace.core.state.merge import Merge
 from grace.core.state.state import (
     STATE_VERSION,
@@ -50,9 +48,8 @@ from grace.core.state.state import (
 from grace.core.step.assembly import Incoming, Outgoing
 from grace.core.step.bucket_step import BucketStep
 from grace.core.step.unit_step import Concluded, UnitStep, retuned
-from grace.core.transport.collectives import KINDS, Program
-from grace.core.transport.transport import Handle, Transport
-from grace.core.wire.layout import Buffer, Received
+from grace.core.transport.collectives import KINDS
+from grace.core.transport.transport import Transport
 
 # The plans of a run, each with its first step, in which some tensors carry a residual of an earlier method.
 Plans: TypeAlias = Callable[[frozenset[str]], Sequence[tuple[int, Plan]]]
@@ -66,20 +63,6 @@ class Snapshot(NamedTuple):
     step: Any
     units: dict[str, dict[str, State]]
     stages: Sequence[tuple[int, Plan]]
-
-
-@dataclass
-class BucketRun:
-    """One bucket under way in a step: its units, the program, and the round that it waits for."""
-
-    steps: dict[str, UnitStep] = field(default_factory=dict)
-    program: Program[Received] | None = None
-    handles: list[Handle] = field(default_factory=list)
-    rounds: int = 0
-    nbytes: dict[str, int] = field(default_factory=dict)
-    sent: bool = False
-    received: Received | None = None
-    buffer: Buffer | None = None
 
 
 class Engine:
@@ -373,17 +356,19 @@ class Engine:
         bucket = self._bucket_of[name]
         run = self._runs.get(bucket.name)
         if run is None:
-            buffer = bucket.communicator.buffer(bucket.layout, self._ops(unit.spec.device))
-            run = self._runs[bucket.name] = BucketRun(buffer=buffer)
+            run = self._runs[bucket.name] = self._bucket_step(bucket)
         self.times.mark("begun", name, (flat,))
-        run.steps[name] = step = self._step_of(unit)
+        step = self._step_of(unit)
+        run.steps.append(step)
         if run.buffer is not None:
             step.write_to(run.buffer.places.get(name))
         step.begin(flat, lr, norm)
         if not self._rollback:
             self._slots.let_go(name)
         if len(run.steps) == len(bucket.units):
-            run.program = self._program(bucket, run)
+            position = {each.spec.name: i for i, each in enumerate(bucket.units)}
+            run.steps.sort(key=lambda step: position[step.unit.spec.name])
+            run.stamp = self._stamp(bucket)
             self._begin(bucket)
             if self._polls(unit.spec.device):
                 self.poll()
@@ -401,10 +386,10 @@ class Engine:
             if each.name in self._begun:
                 continue
             run = self._runs.get(each.name)
-            if run is None or run.program is None:
+            if run is None or len(run.steps) < len(each.units):
                 return
             self._begun.add(each.name)
-            self._resume(each, run, None)
+            run.advance(self.transport, each.name)
 
     def poll(self) -> bool:
         """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one."""
@@ -413,8 +398,8 @@ class Engine:
             run = self._runs.get(bucket.name)
             if run is None or bucket.name not in self._begun or run.received is not None:
                 continue
-            if all(handle.arrived() for handle in run.handles):
-                self._advance(bucket, run)
+            if run.arrived:
+                run.advance(self.transport, bucket.name)
                 advanced = True
         return advanced
 
@@ -442,7 +427,7 @@ class Engine:
             )
         outgoing = self._outgoing_into(into)
         before = set(outgoing.merged)
-        while run.received is None and self._advance(chosen, run):
+        while run.advance(self.transport, bucket):
             pass
         self._merge(chosen, outgoing)
         return {name: x for name, x in outgoing.merged.items() if name not in before}
@@ -471,8 +456,7 @@ class Engine:
         while left:
             under_way = []
             for bucket in left:
-                run = self._runs[bucket.name]
-                if run.received is None and self._advance(bucket, run):
+                if self._runs[bucket.name].advance(self.transport, bucket.name):
                     under_way.append(bucket)
                     continue
                 self._merge(bucket, outgoing)
@@ -497,7 +481,7 @@ class Engine:
         States stay as they are, except those of completed buckets. Without roll-back, memories of units that have begun
         are lost until `restore`.
         """
-        self._runs: dict[str, BucketRun] = {}
+        self._runs: dict[str, BucketStep] = {}
         # Units with their gradients and learning rates whose memories wait for the norm of all gradients.
         self._until_norm: list[tuple[Unit, Array, Any]] = []
         # The buckets whose first round has started.
@@ -537,57 +521,27 @@ class Engine:
         resting = sorted({piece.tensor for unit in bucket.units for piece in unit.pieces} & self._resting)
         return self.step ^ zlib.crc32(repr(resting).encode()) if resting else self.step
 
-    def _program(self, bucket: Bucket, run: BucketRun) -> Program[Received]:
-        steps = [run.steps[unit.spec.name] for unit in bucket.units]
+    def _bucket_step(self, bucket: Bucket) -> BucketStep:
         ops, transport = self._ops(bucket.units[0].spec.device), self.transport
-        rank, size = transport.rank, transport.size
-        at = BucketStep(
-            steps, ops, rank=rank, size=size, stamp=self._stamp(bucket), mean=self._average, buffer=run.buffer
+        return BucketStep(
+            bucket.route,
+            ops,
+            rank=transport.rank,
+            size=transport.size,
+            mean=self._average,
+            buffer=bucket.route.buffer(ops),
+            observe=functools.partial(self._observe, bucket.name),
         )
-        if at.proposals:
-            self.times.mark("proposed", bucket.name, [s.proposal.array for s in steps if s.proposal is not None])
-            results = yield from at.negotiate()
-            self.times.mark("negotiated", bucket.name, results)
-        run.sent = True
-        for step in steps:
+
+    def _observe(self, bucket: str, moment: str, arrays: Iterable[Array] | None) -> None:
+        """Record a moment of a bucket, and the norms of its units once these are compressed."""
+        if moment != "compressed":
+            self.times.mark(moment, bucket, arrays)
+            return
+        for step in self._runs[bucket].steps:
             squares = step.squares() if self.track_norms else (None, None)
             for kind, square in zip(("size", "error"), squares, strict=True):
                 self._slots.note(kind, step.unit.spec.name, square)
-        return (yield from bucket.communicator.program(at, bucket.layout))
-
-    def _resume(self, bucket: Bucket, run: BucketRun, arrived: list[Array] | None) -> None:
-        """Pass the results of a round to the program and start its next round."""
-        assert run.program is not None
-        sent_before = run.sent
-        try:
-            collectives = next(run.program) if arrived is None else run.program.send(arrived)
-        except StopIteration as end:
-            run.received = end.value
-            return
-        run.handles = [self.transport.start(c, f"{bucket.name}/{run.rounds}.{i}") for i, c in enumerate(collectives)]
-        run.rounds += 1
-        ops = self._ops(bucket.units[0].spec.device)
-        for c in collectives:
-            sent = sum(ops.length(x) * ITEMSIZE[ops.dtype(x)] for x in c.sent_by(self.transport.rank))
-            run.nbytes[c.kind] = run.nbytes.get(c.kind, 0) + sent
-        if run.sent and not sent_before:
-            steps = list(run.steps.values())
-            self.times.mark("handed", bucket.name, [array for step in steps for array in step.payload.values()])
-            # Update the memories while the payload travels.
-            for step in () if bucket.communicator.remembers else steps:
-                step.remember()
-
-    def _advance(self, bucket: Bucket, run: BucketRun) -> bool:
-        """Wait for the round of a bucket and start its next one; return False if there is none."""
-        if run.received is None:
-            if run.sent:
-                self.times.mark("waiting", bucket.name)
-            arrived = [handle.wait() for handle in run.handles]
-            if run.sent:
-                buffers = (each if isinstance(each, list) else [each] for each in arrived)
-                self.times.mark("arrived", bucket.name, itertools.chain.from_iterable(buffers))
-            self._resume(bucket, run, arrived)
-        return run.received is None
 
     def _polls(self, device: str) -> bool:
         """Return whether `ready` polls: not on a GPU, where lengths and flags would have to be waited for.
@@ -612,7 +566,7 @@ class Engine:
             self._ops(bucket.units[0].spec.device).require(in_step, at_other_steps(self.transport.rank))
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
             # Free what each unit holds before the next one: Python looks for garbage among all objects that are left.
-            name, step = unit.spec.name, run.steps.pop(unit.spec.name)
+            name, step = unit.spec.name, run.steps.pop(0)
             if not unit.is_merged_by(self.transport.rank):
                 self._commit(unit, step.states_unless(flags))
                 self._note_sent(name, step, step.sent_bytes())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from grace.core.errors import PayloadError
 from grace.core.ops.composites import ArrayOps
@@ -173,10 +173,6 @@ class GatherLayout:
         self._fixed_end = self._flags_offset + len(self._flagged)
         self._variable = [_Slot(i, f) for _, i, f in variable]
         self._long = {} if self._start or not self.fixed else _long([*self._wide, *self._narrow])
-
-    def checked(self) -> GatherLayout:
-        """Return this layout with a checksum in every buffer."""
-        return GatherLayout(self.specs, self.fields, self.guarded, checksum=True)
 
     @property
     def nbytes(self) -> int:
@@ -464,10 +460,6 @@ class SumLayout:
         """True if nothing depends on the data."""
         return all(isinstance(f.length, int) for group in self.groups.values() for _, f in group)
 
-    def checked(self) -> SumLayout:
-        """Return this layout: the sum is made under way, so that no checksum of one rank can be checked."""
-        return self
-
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers of one rank, with every run-time length taken as zero."""
@@ -524,21 +516,6 @@ class SumLayout:
 
 def _packed(ops: ArrayOps, field: Field, x: Array) -> Array:
     return pack_lanes(ops, x, int(field.length), field.lanes) if field.lanes else x
-
-
-class Layout(Protocol):
-    """Layout of a bucket, as plans and reports see it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a rank sends per step, with every run-time length taken as zero."""
-
-    @property
-    def fixed(self) -> bool:
-        """True if the number of bytes does not depend on the data."""
-
-    def checked(self) -> Layout:
-        """Return this layout with a checksum in every buffer that can have one."""
 
 
 def _require(ops: ArrayOps, rank: int, condition: Any, expected: str, received: Any, then: Any) -> Any:

@@ -74,7 +74,7 @@ def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[st
         "reported": exchange.stats()["wire_bytes"],
         "sent": sum(sent.values()),
         # Of shards, the mean over the ranks is predicted.
-        "fixed": all(b.layout.fixed for b in plan.buckets) and not plan.shards,
+        "fixed": all(b.route.fixed for b in plan.buckets) and not plan.shards,
         "predicted": sum(b.nbytes for b in plan.buckets) + sum(p.spec.nbytes for p in plan.delegated),
         "padding": sum(b.nbytes % 4 for b in plan.buckets),
     }

@@ -90,7 +90,7 @@ def trained(rows: ROWS) -> dict[str, Any]:
             "reported": stats["wire_bytes"] - sum(p.spec.nbytes for p in optimizer.grace.plan.delegated),
             "sent": sum(nbytes for _, nbytes in sent),
             # Of shards, the mean over the ranks is predicted.
-            "fixed": all(b.layout.fixed for b in optimizer.grace.plan.buckets) and not optimizer.grace.plan.shards,
+            "fixed": all(b.route.fixed for b in optimizer.grace.plan.buckets) and not optimizer.grace.plan.shards,
             "predicted": sum(b.nbytes for b in optimizer.grace.plan.buckets),
         }
     return results
