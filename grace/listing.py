@@ -107,7 +107,7 @@ def communicator(compressor: Compressor) -> str:
 def sent_fields(compressor: Compressor, spec: TensorSpec = EXAMPLE) -> list[Field]:
     """Return what one of two ranks sends of a tensor: proposal and payload, as they travel."""
     payload = compressor.wire(spec)
-    if communicators.get(taken(compressor, 2)).sums:
+    if communicators.get(taken(compressor, 2)).adds:
         payload = in_lanes(payload, 2)
     return [*proposed_fields(compressor, spec), *payload]
 

@@ -51,7 +51,7 @@ class TracedStep(LocalStep):
         signature += [_form(f) for f in unit.proposed]
         self._wire = [f for f in unit.fields if f.wire]
         # What arrives: payloads, and their flags.
-        self._count = 1 if unit.communicator.sums else ranks
+        self._count = 1 if unit.communicator.adds else ranks
         signature += [_form(f) for f in self._wire] * self._count
         signature += [tf.TensorSpec([], tf.bool)] * self._count * unit.guarded
         self._graph = tf.function(self._traced, input_signature=signature, autograph=False)

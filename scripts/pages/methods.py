@@ -89,7 +89,7 @@ def received_of(unit: Unit, ranks: int) -> float:
     if unit.onward:
         # All payloads go to the owner of the shard, and that of the mean comes back to all.
         return proposals + (ranks - 1) / ranks * (payload + unit.onward.wire_bytes)
-    return proposals + payload * (ring if unit.communicator.sums else ranks - 1)
+    return proposals + payload * (ring if unit.communicator.adds else ranks - 1)
 
 
 class Text(NamedTuple):

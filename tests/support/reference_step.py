@@ -95,7 +95,7 @@ class Reference:
         for rank in range(self.size):
             states = self.states[rank][spec.name]
             states["memory"] = item.memory.update(xs[rank], payloads[rank], compressor, states["memory"], sites[rank])
-        if item.communicator.sums:
+        if item.communicator.adds:
             # Integers of a known magnitude are widened before they are added.
             wider = {f.name for f in item.fields if f.most is not None}
             travelling = [

@@ -26,7 +26,6 @@ class Allgather(Communicator):
     """
 
     any_length: ClassVar[bool] = True
-    carries_codings: ClassVar[bool] = True
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         layout = layout_of(units, checksum)

@@ -27,13 +27,13 @@ class Allreduce(Communicator):
     Formula: g = \mathrm{decompress}\bigl(\textstyle\sum_i \mathrm{payload}_i\bigr)
     """
 
-    sums: ClassVar[bool] = True
+    adds: ClassVar[bool] = True
 
     def obstacle(self, compressor: Compressor) -> str | None:
         return None if compressor.summable else "its payloads cannot be added"
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
-        return [dataclasses.replace(unit, summed=ranks.size) for unit in units]
+        return [dataclasses.replace(unit, addends=ranks.size) for unit in units]
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         # The sum is made under way, so that no checksum of one rank can be checked.

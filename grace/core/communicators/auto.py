@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -15,10 +14,10 @@ from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators
-from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.ops import get_ops
-from grace.core.plan.unit import Assignment, Unit, whole
+from grace.core.plan.unit import Assignment, whole
 from grace.core.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
 
 _UNION = SparseAllreduce(reduction="union")
@@ -50,7 +49,7 @@ class Auto(Communicator):
     plan shows the count.
     """
 
-    carries_codings: ClassVar[bool] = True
+    any_length: ClassVar[bool] = True
 
     def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
         usual = communicators.make(item.compressor.default_communicator)
@@ -69,16 +68,12 @@ class Auto(Communicator):
             tie = others[0].amount == best.amount
             why += f", by {others[0].name} {'as many' if tie else others[0].text}"
         obstacle = _obstacle(TwoShot(), item.method)
-        if obstacle and not best.program.sums and ranks.size > 2:
+        if obstacle and not best.program.adds and ranks.size > 2:
             why += f"; not by two_shot: {obstacle}"
         dense = Fraction(2 * (ranks.size - 1), ranks.size) * item.spec.nbytes
         if best.nbytes is not None and best.nbytes > dense:
             why += f"; uncompressed, it would be {round(dense):,} bytes"
         return best.program, why
-
-    def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
-        # A plan has what `resolve` returns, and never this communicator.
-        raise AssertionError
 
 
 class _Count(NamedTuple):
@@ -110,7 +105,7 @@ class _Count(NamedTuple):
 
 def _count(program: Communicator, item: Assignment, size: int) -> _Count:
     method = dataclasses.replace(item.method, communicator=program)
-    unit = dataclasses.replace(whole(dataclasses.replace(item, method=method)), summed=size if program.sums else 0)
+    unit = dataclasses.replace(whole(dataclasses.replace(item, method=method)), addends=size if program.adds else 0)
     ring, others = Fraction(2 * (size - 1), size), Fraction(size - 1)
     payloads = others if program in (Allgather(), _UNION) else ring
     sent = unit.expected_bytes

@@ -49,7 +49,6 @@ class Hierarchical(Communicator):
     """
 
     any_length: ClassVar[bool] = True
-    carries_codings: ClassVar[bool] = True
 
     between: Communicator | None = None
     within: Compressor | None = None
@@ -147,7 +146,7 @@ class Hierarchical(Communicator):
             unit.onward, owners=tuple(owners[node] for node in unit.onward.owners or ())
         )
         between = dataclasses.replace(unit, spec=spec, owners=owners, onward=onward, holding=False)
-        return dataclasses.replace(unit, method=self._method_within(unit), onward=between, summed=0)
+        return dataclasses.replace(unit, method=self._method_within(unit), onward=between, addends=0)
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         local_size = self._local_size(ranks)

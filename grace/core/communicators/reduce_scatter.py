@@ -34,7 +34,6 @@ class ReduceScatter(Communicator):
     """
 
     any_length: ClassVar[bool] = True
-    carries_codings: ClassVar[bool] = True
     brought_as: ClassVar[str] = "reduce_scatter"
 
     chunks: tuple[tuple[str, int], ...] = ()

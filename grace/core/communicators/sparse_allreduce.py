@@ -62,7 +62,6 @@ class SparseAllreduce(Communicator):
     """
 
     any_length: ClassVar[bool] = True
-    carries_codings: ClassVar[bool] = True
 
     reduction: Literal["split", "union", "tree"] = "split"
 

@@ -55,7 +55,6 @@ class TwoShot(Communicator):
     """
 
     any_length: ClassVar[bool] = True
-    carries_codings: ClassVar[bool] = True
 
     second: Compressor | None = None
     shard_memory: Memory | None = None

@@ -57,8 +57,8 @@ class Method:
             raise IncompatibleError(
                 f"communicator {self.communicator} cannot carry {self.compressor}: {reason}. {self._served()}"
             )
-        if self.coding and not self.communicator.carries_codings:
-            why = "adds payloads on the way" if self.communicator.sums else "cannot carry payloads of other lengths"
+        if self.coding and not self.communicator.any_length:
+            why = "adds payloads on the way" if self.communicator.adds else "cannot carry payloads of other lengths"
             raise IncompatibleError(
                 f"coding {self.coding.to_config()!r}: {self.communicator} {why}, and coded fields differ in length and "
                 "cannot be added. Set communicator = 'allgather', or leave coding out."

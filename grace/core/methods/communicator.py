@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -46,7 +45,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Communicator(ABC):
+class Communicator:
     """Base of communicators, which sum payloads on the way or bring them to other ranks.
 
     The errors about obstacles are raised where the registered communicators are known, because they list those without
@@ -54,11 +53,9 @@ class Communicator(ABC):
     """
 
     #: Payloads are added on the way.
-    sums: ClassVar[bool] = False
-    #: Payloads may differ in length between ranks, which coded indices need.
+    adds: ClassVar[bool] = False
+    #: Payloads may differ in length between ranks, so that fields may travel coded.
     any_length: ClassVar[bool] = False
-    #: Payloads may travel coded: the communicator, or each that it may become, brings them to other ranks as they are.
-    carries_codings: ClassVar[bool] = False
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     brought_as: ClassVar[str] = ""
 
@@ -86,6 +83,12 @@ class Communicator(ABC):
         """Return the units as which the ranks exchange these units of a bucket (default: as they are)."""
         return units
 
-    @abstractmethod
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
-        """Return the route of a bucket with these units; with `checksum`, every buffer that can have one has one."""
+        """Return the route of a bucket with these units; with `checksum`, every buffer that can have one has one.
+
+        One that always resolves to others has no route.
+        """
+        raise NotImplementedError(
+            f"communicator {self} has no route: define route(units, ranks, checksum), or let resolve(item, ranks) "
+            "return a communicator that has one."
+        )

@@ -307,7 +307,7 @@ def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
         if not any(rule is other for other in used)
     ]
     texts += [text for item in items if (text := _harm(item.method, item.spec))]
-    bare = [item.spec.name for item in items if item.communicator.sums or item.proposed]
+    bare = [item.spec.name for item in items if item.communicator.adds or item.proposed]
     if config.checksum and bare:
         more = f" and {len(bare) - 8} more" if len(bare) > 8 else ""
         texts.append(

@@ -203,7 +203,7 @@ class Assignment:
     @cached_property
     def half_sum(self) -> bool:
         """True if the payload is summed in 16 bits; it is then averaged on the way and not divided afterwards."""
-        return self.communicator.sums and any(f.dtype in HALF_DTYPES for f in self.fields)
+        return self.communicator.adds and any(f.dtype in HALF_DTYPES for f in self.fields)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Unit(Assignment):
     #: The ranks that exchange this unit and keep a memory for it; None if every rank does.
     owners: tuple[int, ...] | None = None
     #: The number of ranks whose payloads are added on the way; 0 if none are.
-    summed: int = 0
+    addends: int = 0
     #: The only rank that merges this unit and gets its mean; None if every rank does.
     merged_by: int | None = None
 
@@ -224,7 +224,7 @@ class Unit(Assignment):
     def fields(self) -> tuple[Field, ...]:
         """Fields of its payload, as they travel."""
         fields = super().fields
-        return in_lanes(fields, self.summed) if self.summed else fields
+        return in_lanes(fields, self.addends) if self.addends else fields
 
     def is_merged_by(self, rank: int) -> bool:
         """Return whether a rank gets the mean of this unit."""

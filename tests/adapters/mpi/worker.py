@@ -103,7 +103,7 @@ def exchanges(rows: list[dict[str, Any]]) -> dict[str, Any]:
         results[label] = {
             "digests": [digest(m) for m in merged],
             "bytes": lengths,
-            "summed": any(p.communicator.sums or p.proposed for p in exchange.plan.assignments),
+            "summed": any(p.communicator.adds or p.proposed for p in exchange.plan.assignments),
         }
         if number % SIZE == RANK:
             results[label] |= _simulated(config, exchange.plan.assignments, merged)
