@@ -79,7 +79,7 @@ def last_step(config: dict[str, Any], x: np.ndarray, ranks: int) -> tuple[float,
     (unit,) = simulation.plan.units
     for _ in range(LESSONS + 1 if keeps_state(unit.compressor) else 1):
         merged = simulation.step([{"w": x}] * ranks)[0]["w"].astype(np.float64)
-    sent = simulation.engines[0].stats()["tensors"]["w"]["wire_bytes"]
+    sent = simulation.runs[0].stats()["tensors"]["w"]["wire_bytes"]
     return 8 * sent / x.size, float(np.sum((x - merged) ** 2) / np.sum(x.astype(np.float64) ** 2))
 
 

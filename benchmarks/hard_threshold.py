@@ -100,7 +100,7 @@ def train(make: Callable[[int], Task], config: dict[str, Any], seed: int) -> tup
         given = [{"w": task.gradient(weights).astype(np.float32)} for _ in range(RANKS)]
         weights = weights - task.rate * simulation.step(given)[0]["w"]
         # An entry takes 8 bytes.
-        sent = sum(engine.stats()["tensors"]["w"]["wire_bytes"] for engine in simulation.engines) / 8
+        sent = sum(run.stats()["tensors"]["w"]["wire_bytes"] for run in simulation.runs) / 8
         densities.append(sent / (RANKS * weights.size * RATIO))
     return task.loss(weights), np.array(densities)
 

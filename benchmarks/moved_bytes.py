@@ -50,16 +50,16 @@ def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviati
     local_size = LOCAL_SIZE if nodes else 1
     simulation = Simulation(size, {"w": SHAPE}, configured(compressor, communicator))
     sent = [0.0, 0.0]
-    for rank, engine in enumerate(simulation.engines):
-        engine.transport.start = counted(engine.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
+    for rank, run in enumerate(simulation.runs):
+        run.transport.start = counted(run.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     for step in range(steps):
-        for engine in simulation.engines:
+        for run in simulation.runs:
             # The last step need not be finished: nothing more is sent.
             if step:
-                engine.finish()
-            engine.ready("w", (deviation * rng.standard_normal(SHAPE)).astype(np.float32), 0.1)
-        poll_all(simulation.engines)
+                run.finish()
+            run.current.ready("w", (deviation * rng.standard_normal(SHAPE)).astype(np.float32), 0.1)
+        poll_all(simulation.runs)
     return [round(total / steps / size / (SHAPE[0] * SHAPE[1]), 4) for total in (sent if nodes else sent[:1])]
 
 

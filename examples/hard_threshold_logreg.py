@@ -154,12 +154,12 @@ class Simulated:
         self._simulation: grace.Simulation | None = None
 
     def prepare(self, features: int, config: dict[str, Any]) -> Sequence[Any]:
-        """Start a run. Return the engines of the workers in this process."""
+        """Start a run. Return the runs of the workers in this process."""
         # Algorithm 1 of the paper compresses once, and gathers.
         communicator = "allreduce" if config["compressor"] == "none" else "allgather"
         config = {**config, "communicator": communicator}
         self._simulation = grace.Simulation(self.workers, {"x": (features,)}, config)
-        return self._simulation.engines
+        return self._simulation.runs
 
     def exchange(self, gradients: np.ndarray) -> np.ndarray:
         """Exchange the gradients, one row per worker of this process. Return the mean of the decoded gradients."""
@@ -192,7 +192,7 @@ class Processes:
 
     def prepare(self, features: int, config: dict[str, Any]) -> Sequence[Any]:
         self._exchange = grace.mpi.MPIExchange({"x": (features,)}, config)
-        return [self._exchange.engine]
+        return [self._exchange.run]
 
     def exchange(self, gradients: np.ndarray) -> np.ndarray:
         return self._exchange({"x": gradients[0]})["x"]
@@ -218,12 +218,12 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
     features = problem.samples.shape[1]
     shards = split(problem.labels, workers.workers, how, args.seed)
     drawn = np.stack([draw(shards[w], args.iterations, (args.seed, w)) for w in workers.local])
-    engines = workers.prepare(features, {**method.config, "default_rules": False})
+    runs = workers.prepare(features, {**method.config, "default_rules": False})
     x = problem.solution + args.offset
     every = max(1, args.iterations // RECORDS)
     recorded = sorted({*range(min(100, args.iterations)), *range(0, args.iterations, every), args.iterations})
     points = [x]
-    shape = (args.iterations, len(engines))
+    shape = (args.iterations, len(runs))
     kept, sent, residuals, largest = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
     # Only a terminal can draw a bar: None leaves it out elsewhere, as in the output of mpirun.
     disable = True if workers.rank else None
@@ -236,12 +236,12 @@ def train(problem: Problem, method: Method, how: str, workers: Simulated | Proce
         slopes = -labels * expit(-labels * (rows @ x))
         gradients = (slopes[:, None] * rows + problem.l2 * x).astype(np.float32)
         x = x - problem.step_size * workers.exchange(gradients)
-        for i, engine in enumerate(engines):
-            stats = engine.stats()
+        for i, run in enumerate(runs):
+            stats = run.stats()
             sent[t, i] = stats["wire_bytes"]
             # Values and indices have 4 bytes each. Without compression there are only values.
             kept[t, i] = stats["tensors"]["x"]["wire_bytes"] / (8 if method.config["compressor"] != "none" else 4)
-            residual = engine.state_dict()["tensors"]["x"]["memory"].get("residual")
+            residual = run.state_dict()["tensors"]["x"]["memory"].get("residual")
             if residual is not None:
                 wide = residual.astype(np.float64)
                 residuals[t, i], largest[t, i] = wide @ wide, np.abs(wide).max()

@@ -58,8 +58,8 @@ def trained(framework: str, options: dict[str, Any]) -> str:
         for merged in simulation.step(gradients, lr=0.1):
             digest(merged, found)
         found.update(str(simulation.stats()["wire_bytes"]).encode())
-    for engine in simulation.engines:
-        for unit in engine.state_dict()["tensors"].values():
+    for state in simulation.state_dict()["ranks"]:
+        for unit in state["tensors"].values():
             digest({"memory": unit["memory"], "compressor": unit["compressor"]}, found)
     return found.hexdigest()
 

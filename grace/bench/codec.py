@@ -12,8 +12,8 @@ from grace.core.plan.plan import make_plan
 from grace.core.plan.unit import Unit
 from grace.core.session.simulation import deliver, negotiate
 from grace.core.spec import Array, Payload, Ranks, State, TensorSpec
-from grace.core.state.state import initial
-from grace.core.step.unit_step import UnitStep, retuned
+from grace.core.state.states import initial
+from grace.core.step.unit_step import UnitStep, retune
 from grace.core.wire.layout import sent_bytes
 
 SEED = 0
@@ -140,5 +140,5 @@ class LocalStep:
         """Return the merged gradient and the new states."""
         x, factor, states, tally = step.conclude(payloads, flags)
         if tally is not None:
-            (states["compressor"],) = retuned([step], [tally], [states["compressor"]])
+            (states["compressor"],) = retune([step], [tally], [states["compressor"]])
         return x if factor == 1 else self.ops.scale_(x, factor), states

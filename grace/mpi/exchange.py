@@ -16,14 +16,14 @@ from grace.core.ops import get_ops
 from grace.core.session.exchange import Exchange
 from grace.core.session.start import Request, open_session
 from grace.core.spec import Array, TensorSpec, as_specs
-from grace.core.step.engine import Engine, check_lr
+from grace.core.step.step import check_lr
 from grace.mpi.transport import MPITransport
 
 # Rank and size among all processes; they give the files of several communicators different names.
 _WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
-class MPIExchange(Exchange[Engine]):
+class MPIExchange(Exchange):
     """One rank's part in an exchange of NumPy gradients; like `grace.Simulation`, but with real processes.
 
     A call with one gradient per tensor, which is only read, returns the merged gradients, equal on all ranks.
@@ -53,14 +53,14 @@ class MPIExchange(Exchange[Engine]):
             with open_session(request, self.transport, world=_WORLD) as session:
                 made, specs = session.config, as_specs(tensors)
                 session.mine["average"] = average
-                engine = session.begin(specs, ops, average=average)
+                run = session.begin(specs, ops, average=average)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
             raise
         rank, ranks = self.transport.rank, self.transport.ranks
-        super().__init__(made, specs, [engine], ops, rank=rank, ranks=ranks, world=[_WORLD])
-        self.announce(self.engine.stages)
+        super().__init__(made, specs, [run], ops, rank=rank, ranks=ranks, world=[_WORLD])
+        self.announce(self.run.stages)
 
     def __call__(self, gradients: Mapping[str, Array], lr: float | None = None) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.
@@ -73,29 +73,28 @@ class MPIExchange(Exchange[Engine]):
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         if given != shapes:
             raise StepError(
-                f"step {self.engine.step}: expected gradients of the shapes {shapes}, received {given}; "
+                f"step {self.run.step}: expected gradients of the shapes {shapes}, received {given}; "
                 "pass one gradient per tensor of the plan."
             )
         dtypes = {item.spec.name: item.spec.dtype for item in self.plan.assignments}
         for name, gradient in gradients.items():
             if str(gradient.dtype) != dtypes[name]:
                 raise StepError(
-                    f"step {self.engine.step}: expected a gradient of {dtypes[name]} for tensor '{name}', received "
+                    f"step {self.run.step}: expected a gradient of {dtypes[name]} for tensor '{name}', received "
                     f"{gradient.dtype}; convert it on every rank, or create the exchange with TensorSpec(name, shape, "
                     "dtype)."
                 )
         for item in self.plan.assignments:
             check_lr(item, lr)
-        if is_due(self.engine.completed, self.config.check_replicas):
+        if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
-        before = self.engine.before_step()
         try:
             # All ranks start their collectives in the order of the plan.
             for item in self.plan.assignments:
-                self.engine.ready(item.spec.name, gradients[item.spec.name], lr)
-            return self.engine.finish()
+                self.run.current.ready(item.spec.name, gradients[item.spec.name], lr)
+            return self.run.finish()
         except BaseException:
-            self.engine.restore(before)
+            self.run.discard()
             raise
 
     def check_replicas(self, weights: Mapping[str, Array] | None = None) -> None:
@@ -114,10 +113,10 @@ class MPIExchange(Exchange[Engine]):
         `timeout` of the configuration, and lets the exchange go on. Raises MismatchError on every rank if the call has
         succeeded on some of them: then load a checkpoint.
         """
-        steps = self.transport.discard(int(self.engine.step))
+        steps = self.transport.discard(int(self.run.step))
         # Also on a rank that has not begun the call: without roll-back, memories start from zero on all ranks.
-        self.engine.restore(self.engine.before_step())
-        self.engine.count_anew()
+        self.run.discard()
+        self.run.reset_completed()
         check_steps(steps)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:

@@ -107,12 +107,12 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def sync(self) -> None:
         """Give all ranks what is equal on them, from rank 0. What they hold back stays with each."""
         keeping = [self._meet(number) for number in range(len(self._exchanges))]
-        shared = [variable for exchange, _ in self._exchanges for variable in exchange.engine.slots.shared_variables]
+        shared = [variable for exchange, _ in self._exchanges for variable in exchange.run.slots.shared_variables]
         own = {id(variable) for variable in self._accumulators()}
         broadcast([*(v for v in self._of_keras(self.model.weights) if id(v) not in own), *shared], root_rank=0)
         for (exchange, _), keeps in zip(self._exchanges, keeping, strict=True):
             if not keeps:
-                exchange.engine.hold_nothing_back()
+                exchange.run.hold_nothing_back()
         self._save_variables()
         super().sync()
 
@@ -130,7 +130,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     def _of_keras(self, of_model: list[Any]) -> list[tf.Variable]:
         """Return variables of the model, and those of the optimizer that do not belong to an exchange."""
-        of_grace = {id(v) for exchange, _ in self._exchanges for v in exchange.engine.slots.variables}
+        of_grace = {id(v) for exchange, _ in self._exchanges for v in exchange.run.slots.variables}
         every = [inside(v) for v in (*of_model, *self.optimizer.variables)]
         return [v for v in every if id(v) not in of_grace]
 
@@ -145,5 +145,5 @@ def _check(exchange: Exchange) -> None:
     """Raise ConfigError for an exchange that cannot go on with other ranks."""
     if exchange.process_set is not hvd.global_process_set:
         raise refusal_of_process_sets(_WHERE)
-    for plan in exchange.engine.plans:
+    for plan in exchange.run.plans:
         check_plan(plan, _WHERE)

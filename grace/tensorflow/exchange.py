@@ -56,7 +56,7 @@ class Kept(NamedTuple):
     values: tuple[tf.Tensor, ...]
 
 
-class Exchange(Measured, core.Exchange[Stages], tf.Module):
+class Exchange(Measured, core.Exchange, tf.Module):
     """The compressed exchange of the gradients of one list of variables, with the state that it keeps between steps.
 
     An optimizer has its own exchange as the attribute `grace`. For tapes, make one exchange and pass it to every tape.
@@ -124,12 +124,12 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
     # --- public interface ---------------------------------------------------------------------------------------
 
     @property
-    def engines(self) -> Sequence[Stages]:
+    def runs(self) -> Sequence[Stages]:
         """The plans and states of all stages; none before the variables are known."""
         return [] if self._stages is None else [self._stages]
 
     @property
-    def engine(self) -> Stages:
+    def run(self) -> Stages:
         """The plans and states of all stages. Raises StepError before the variables are known."""
         if self._stages is None:
             raise StepError("the variables are not known yet; build the optimizer, or run a first step.")
@@ -219,14 +219,14 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
             stages.change(stages.plan_of(config))
         return stages
 
-    def _merge(self, engine: Stages, states: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _merge(self, run: Stages, states: Sequence[Mapping[str, Any]]) -> list[str]:
         for ranks in self._possible_ranks(len(states)):
             try:
                 before = self._stages_for(ranks, lambda name, value: tf.Variable(value, trainable=False))
             except (ConfigError, IncompatibleError):
                 continue
             if before.slots.states.keys() == states[0]["tensors"].keys():
-                return engine.merge_state_dicts(states, before, average=self.op == hvd.Average)
+                return run.merge_state_dicts(states, before, average=self.op == hvd.Average)
         raise self._no_plan(states)
 
     def _rank_of_ranks(self) -> tuple[int, Ranks]:
@@ -267,7 +267,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
     @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks. A broadcast must not change them."""
-        slots = self.engine.slots
+        slots = self.run.slots
         return [slots.origin, *slots.of_this_rank]
 
     def describe(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         return {
             **self.describe(),
             "history": [config.to_dict() for config in self.history],
-            **described(self.config, self._specs, self.engine.plans, _OPS),
+            **described(self.config, self._specs, self.run.plans, _OPS),
         }
 
     # --- elastic mode -------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
 
     def snapshot(self) -> Kept:
         """Return a copy of everything that changes between steps."""
-        values = tuple(tf.identity(variable) for variable in self.engine.slots.variables)
+        values = tuple(tf.identity(variable) for variable in self.run.slots.variables)
         return Kept(self.config, tuple(self.history), values)
 
     def go_back(self, kept: Kept) -> None:
@@ -303,7 +303,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         if len(self.history) != len(kept.history):
             self.config, self.history = kept.config, list(kept.history)
             self._make_anew()
-        for variable, value in zip(self.engine.slots.variables, kept.values, strict=True):
+        for variable, value in zip(self.run.slots.variables, kept.values, strict=True):
             variable.assign(value)
 
     def move(self) -> tuple[int, int]:
@@ -314,12 +314,12 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         before = self.size
         self.rank, self.ranks = self._rank_of_ranks()
         old = self._make_anew()
-        self.engine.move(old, average=self.op == hvd.Average)
+        self.run.move(old, average=self.op == hvd.Average)
         return before, self.size
 
     def _make_anew(self) -> Stages:
         """Make stages for the ranks and the configuration of now, with new variables; return the old stages."""
-        old = self.engine
+        old = self.run
         old.retire()
         self.drop_variables(old.slots.variables)
         # The watch over a step that has failed ends with it.
@@ -330,7 +330,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
     # --- the first step -----------------------------------------------------------------------------------------
 
     def _start(self, gradients: Sequence[Gradient | None], failure: Exception | None, zeros: bool) -> None:
-        """Compare the settings of all ranks and start the engines.
+        """Compare the settings of all ranks and start the run.
 
         With `zeros`, a gradient that no rank has is dense. Raises `failure` if it is not None, and MismatchError if
         another rank failed or the ranks differ.
@@ -342,7 +342,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
                 "the saved optimizer used a process set, and process sets are not saved; set it before the first step: "
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
-        stages = self.engine
+        stages = self.run
         set_id = self.process_set.process_set_id
         if not self.process_set.included():
             raise ConfigError(
@@ -504,7 +504,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         """Return the form in which a gradient is sent: "dense", "rows of DTYPE" (of the indices), or None."""
         if gradient is None:
             return None
-        rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self.engine.rows
+        rows = isinstance(gradient, tf.IndexedSlices) and spec.name in self.run.rows
         return f"rows of {gradient.indices.dtype.name}" if rows else "dense"
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
@@ -516,7 +516,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         return elastic_timeout(self.config.timeout) if self.elastic else self.config.timeout
 
     def _plan_of(self, config: Config) -> Plan:
-        return self.engine.plan_of(config)
+        return self.run.plan_of(config)
 
     def _digest(self, x: tf.Variable) -> int:
         return digest(get_ops("numpy"), x.numpy())
@@ -533,7 +533,7 @@ class Exchange(Measured, core.Exchange[Stages], tf.Module):
         self.traces += 1
         assert self._transport is not None
         assert self._watch is not None
-        stages = self.engine
+        stages = self.run
         # Otherwise a collective could begin before the error, on some ranks only.
         self._transport.end_turn([stages.check_current()])
         self._watch.begin(stages.slots.step, flat(gradients)[:1])

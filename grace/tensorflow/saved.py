@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.errors import StateError
-from grace.core.state.state import nonfinite, shown
+from grace.core.state.checks import nonfinite, show
 
 
 def check_saved_variables(variables: Sequence[Any], store: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ def check_saved_variables(variables: Sequence[Any], store: Mapping[str, Any]) ->
         if not fits or (counts and found < 0):
             raise StateError(
                 f"checkpoint, variable '{variable.path}': expected {variable.dtype} {tuple(variable.shape)}"
-                f"{' from 0 on' if counts else ''}, received {shown(found)}. The file is damaged, or belongs to "
+                f"{' from 0 on' if counts else ''}, received {show(found)}. The file is damaged, or belongs to "
                 "another optimizer; use the configuration it was saved with."
             )
         if variable.path.rpartition("/")[2].startswith("grace_"):

@@ -1,4 +1,4 @@
-"""Slots in TensorFlow variables, for steps that are traced into graphs."""
+"""The states of a run in TensorFlow variables, for steps that are traced into graphs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import tensorflow as tf
 
 from grace.core.methods.memory import Memory
+from grace.core.observe.statistics import Notes
 from grace.core.plan.plan import Plan
 from grace.core.plan.unit import Unit, offsets
 from grace.core.spec import Array, State
-from grace.core.state.state import Slots, alone
+from grace.core.state.checks import alone
+from grace.core.state.states import UnitStates
 from grace.core.transport.collectives import KINDS
 
 
-class VariableSlots(Slots):
+class VariableSlots:
     """The step number and the states of all units, in variables.
 
     `make(name, initial value)` makes each variable when it is first written. Each stage of a schedule has its own
@@ -25,7 +27,6 @@ class VariableSlots(Slots):
     """
 
     def __init__(self, make: Callable[[str, tf.Tensor], tf.Variable]) -> None:
-        super().__init__()
         self.stage = 0
         # Stage and name of the tensors whose memories are equal on all ranks.
         self.shared: set[tuple[int, str]] = set()
@@ -38,25 +39,32 @@ class VariableSlots(Slots):
         # The variables of all states, by the names that they were made with.
         self.states: dict[str, tf.Variable] = {}
         self._variables: dict[tuple[int, str], dict[str, dict[str, tf.Variable]]] = {}
-        self._counts: dict[tuple[str, str], tf.Variable] = {}
+        # Notes by stage, kind and name, and the variables of those that are known only when the graph runs.
+        self._notes: dict[tuple[int, str, str], Any] = {}
+        self._counts: dict[tuple[int, str, str], tf.Variable] = {}
 
     @property
     def step(self) -> Array:
+        """Number of the next step."""
         return self._counter.read_value()
 
     def go_to(self, step: Any) -> None:
+        """Set the step number."""
         self._counter.assign(tf.cast(step, tf.int64))
 
     def __contains__(self, name: str) -> bool:
+        """Return whether the unit has states in the stage."""
         return (self.stage, name) in self._variables
 
     def read(self, name: str) -> dict[str, State]:
+        """Return the states of a unit in the stage."""
         return {
             kind: {key: variable.read_value() for key, variable in state.items()}
             for kind, state in self._variables[self.stage, name].items()
         }
 
-    def write(self, name: str, states: dict[str, State]) -> None:
+    def write(self, name: str, states: UnitStates) -> None:
+        """Assign new states of a unit in the stage; the first time, make their variables."""
         if name not in self:
             self._variables[self.stage, name] = {
                 kind: {key: self._variable(name, kind, key, value) for key, value in state.items()}
@@ -77,10 +85,6 @@ class VariableSlots(Slots):
         made = f"{name}/{kind}/{key}{of_stage}"
         self.states[made] = self._make(made, value)
         return self.states[made]
-
-    def let_go(self, name: str) -> None:
-        # The next assignment frees the value.
-        pass
 
     def names(self, name: str) -> dict[str, dict[str, str]]:
         """Return the names in `states` of a unit's variables, by kind and key, as `read` returns their values."""
@@ -213,23 +217,22 @@ class VariableSlots(Slots):
             self._expect("rows", name, [], tf.int64)
 
     def _expect(self, kind: str, name: str, shape: Sequence[int], dtype: tf.DType) -> None:
-        self._counts[self._of_stage(kind), name] = tf.Variable(tf.zeros(shape, dtype), trainable=False)
-
-    def _of_stage(self, kind: str) -> str:
-        return f"{kind} in stage {self.stage}"
-
-    def noted(self, kind: str, name: str) -> Any:
-        return super().noted(self._of_stage(kind), name)
-
-    def numbers(self, kind: str, name: str) -> list[float]:
-        # A variable is not iterable.
-        noted = self.noted(kind, name)
-        return [] if noted is None else list(map(float, noted.numpy()))
+        self._counts[self.stage, kind, name] = tf.Variable(tf.zeros(shape, dtype), trainable=False)
 
     def note(self, kind: str, name: str, value: Any) -> None:
-        kind = self._of_stage(kind)
-        if (kind, name) in self._counts and value is not None:
-            variable = self._counts[kind, name]
+        """Store a number, or an array of at most one dimension, about the last step in the stage."""
+        place = self.stage, kind, name
+        if place in self._counts:
+            variable = self._counts[place]
             variable.assign(tf.cast(value, variable.dtype))
             value = variable
-        super().note(kind, name, value)
+        self._notes[place] = value
+
+    @property
+    def notes(self) -> Notes:
+        """The notes about the last step in the stage, outside of graphs."""
+        return {
+            (kind, name): value.numpy() if isinstance(value, tf.Variable) else value
+            for (stage, kind, name), value in self._notes.items()
+            if stage == self.stage
+        }

@@ -1,4 +1,4 @@
-"""`Stages`: the plans, engines and states for all stages of a schedule, in one graph."""
+"""`Stages`: the plans and states for all stages of a schedule, in one graph."""
 
 from __future__ import annotations
 
@@ -11,25 +11,19 @@ import tensorflow as tf
 
 from grace.core.config.config import Config
 from grace.core.errors import StateError, StepError
+from grace.core.observe.statistics import statistics
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment, Unit
-from grace.core.spec import Array, Ranks, State, TensorSpec
+from grace.core.spec import Array, Ranks, TensorSpec
+from grace.core.state.carry import carry, move
+from grace.core.state.checkpoint import entry_of
+from grace.core.state.checks import STATE_VERSION, alone, check_saved, show
 from grace.core.state.merge import Merge
-from grace.core.state.state import (
-    STATE_VERSION,
-    alone,
-    carried,
-    check_saved,
-    initial,
-    moved,
-    names_of,
-    prepare,
-    shown,
-    tensors_of,
-)
-from grace.core.step.engine import Engine, Plans
+from grace.core.state.run import StagesCarrying
+from grace.core.state.states import States, UnitStates, initial
+from grace.core.step.step import Step
 from grace.tensorflow.gradients import Gradient, nbytes
 from grace.tensorflow.saved import check_finite
 from grace.tensorflow.slots import VariableSlots
@@ -43,7 +37,7 @@ _STALE = (
 
 
 class Stages:
-    """The stages of a schedule, each with its plan and its engine. They share variables.
+    """The stages of a schedule, each with its plan. They share variables.
 
     A graph contains all stages and selects one by the step number. Tensors in `rows` are sent as rows, uncompressed.
     """
@@ -74,7 +68,8 @@ class Stages:
             self._prepare(number)
         # The number of the last stage. A graph that was traced before `change` compares it and raises an error.
         self._last = tf.Variable(max(self._stages), trainable=False)
-        self._engines: dict[int, Engine] = {}
+        # Set by `start`.
+        self._transport: HorovodTransport | None = None
         self._done = -1, 0
         # The tensors whose gradients are known to be rows.
         self.known_rows = rows
@@ -123,7 +118,9 @@ class Stages:
         self.slots.shared |= {(number, unit.spec.name) for unit in self._stages[number][1].units if unit.memory.shared}
         self.slots.joint |= {u.memory for u in self._stages[number][1].stateful.values() if u.memory.joint}
         # All ranks make the same variables, also for what only one of them keeps.
-        prepare(self.slots, self._stages[number][1], _ops, self._seed, rank=None)
+        for name, unit in self._stages[number][1].stateful.items():
+            if name not in self.slots:
+                self.slots.write(name, self._fresh(unit))
 
     def start(
         self,
@@ -135,7 +132,7 @@ class Stages:
         track_norms: bool,
         times: GraphTimes,
     ) -> None:
-        """Make the engines, after the ranks have met. `rows` names the tensors whose gradients are rows."""
+        """Connect the ranks, after they have met. `rows` names the tensors whose gradients are rows."""
         self._transport, self.known_rows, self._op = transport, rows, op
         self._place = transport.rank, transport.size
         self._predivide, self.track_norms, self.times = predivide, track_norms, times
@@ -144,34 +141,23 @@ class Stages:
 
     def _engage(self, number: int) -> None:
         plan = self._stages[number][1]
+        for item in plan.assignments:
+            item.compressor.check_ranks(self._transport.size)
         self.slots.stage = number
-        average = self._op == hvd.Average
-        engine = Engine(
-            plan,
-            _ops,
-            self._transport,
-            seed=self._seed,
-            average=average,
-            rollback=self._rollback,
-            slots=self.slots,
-            times=self.times,
-        )
-        engine.track_norms = self.track_norms
-        self._engines[number] = engine
         self.slots.expect_notes(plan, self.track_norms, self.known_rows)
         self.times.expect(plan)
 
     # --- change -------------------------------------------------------------------------------------------------
 
     def plan_of(self, config: Config) -> Plan:
-        """Return the plan for `change` under a changed configuration. Raises ConfigError if no engine can run it."""
+        """Return the plan for `change` under a changed configuration. Raises ConfigError if the ranks cannot run it."""
 
         def delegated(item: Assignment) -> bool:
             return _delegated(item) or item.spec.name in self.known_rows
 
         prefix = f"bucket.change{len(self._stages)}"
         plan = next_plan(self._specs, config, self.plan, ranks=self.ranks, prefix=prefix, delegate=delegated)
-        for item in plan.assignments if self._engines else ():
+        for item in plan.assignments if self._transport else ():
             item.compressor.check_ranks(self._transport.size)
         return plan
 
@@ -188,19 +174,26 @@ class Stages:
         self._prepare(number)
         self._carry_on(before, number)
         self._last.assign(number)
-        if self._engines:
+        if self._transport:
             self._engage(number)
 
     def _carry_on(self, before: int, number: int) -> None:
         """Carry the states of one stage over to another."""
-        self.slots.stage = before
-        old, new_plan = (self._stages[stage][1] for stage in (before, number))
-        new = carried(old, new_plan, self.slots.read, self._fresh, _ops, self.ranks.size)
+        old, new = (self._stages[stage][1] for stage in (before, number))
+        self._write(number, carry(old, new, self._read(before), self._fresh, _ops, self.ranks.size))
+
+    def _read(self, number: int) -> dict[str, UnitStates]:
+        """Return the states of a stage."""
         self.slots.stage = number
-        for name, states in new.items():
+        return {name: self.slots.read(name) for name in self._stages[number][1].stateful}
+
+    def _write(self, number: int, units: Mapping[str, UnitStates]) -> None:
+        """Write states of units in a stage."""
+        self.slots.stage = number
+        for name, states in units.items():
             self.slots.write(name, states)
 
-    def _fresh(self, unit: Unit) -> dict[str, State]:
+    def _fresh(self, unit: Unit) -> UnitStates:
         return initial(unit, _ops(unit.spec.device), self._seed, rank=None)
 
     # --- other ranks --------------------------------------------------------------------------------------------
@@ -210,14 +203,10 @@ class Stages:
         self._last.assign(-1)
 
     def move(self, old: Stages, *, average: bool) -> None:
-        """Go on after stages that this rank had among others; see `grace.core.state.state.moved`."""
+        """Go on after stages that this rank had among others; see `grace.core.state.carry.move`."""
         number = self._arrived_at(old.step)
-        old.slots.stage = number
         before, after, sizes = old._stages[number][1], self._stages[number][1], (old.ranks.size, self.ranks.size)
-        new = moved(before, after, old.slots.read, self._fresh, _ops, sizes, average=average)
-        self.slots.stage = number
-        for name, states in new.items():
-            self.slots.write(name, states)
+        self._write(number, move(before, after, old._read(number), self._fresh, _ops, sizes, average=average))
         self.slots.go_to(old.step)
         self.slots.origin.assign(self._place)
 
@@ -268,39 +257,54 @@ class Stages:
         return lambda: self._exchanged(number, gradients, lr)
 
     def _exchanged(self, number: int, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
-        self.slots.stage = number
-        engine, plan = self._engines[number], self._stages[number][1]
+        assert self._transport is not None
+        plan = self._stages[number][1]
         names = [spec.name for spec in self._specs]
         mine = dict(zip(names, gradients, strict=True))
         merged: dict[str, Gradient] = {}
         for item in plan.delegated:
             name = item.spec.name
             if isinstance(mine[name], tf.IndexedSlices):
+                self.slots.stage = number
                 self.slots.note("rows", name, nbytes(mine[name]))
             merged[name] = self._transport.average(
                 mine[name], op=self._op, predivide=self._predivide, name=f"dense.{names.index(name)}"
             )
-        # An earlier trace may have failed midway.
-        engine.drop()
+        step = Step(
+            States([(0, plan)], self.slots.step, self._read(number)),
+            _ops,
+            self._transport,
+            seed=self._seed,
+            average=self._op == hvd.Average,
+            rollback=self._rollback,
+            track_norms=self.track_norms,
+            times=self.times,
+        )
         for item in plan.exchanged:
-            engine.ready(item.spec.name, mine[item.spec.name], lr)
-        merged.update(engine.finish())
+            step.ready(item.spec.name, mine[item.spec.name], lr)
+        outcome = step.finish()
+        merged.update(outcome.merged)
+        self._write(number, outcome.states.units)
+        self.slots.go_to(outcome.states.step)
+        for (kind, name), value in outcome.notes.items():
+            self.slots.note(kind, name, value)
         # A stage may be a branch of the graph.
         self._transport.end_turn()
         return [merged[name] for name in names]
 
     def stats(self) -> dict[str, Any]:
-        """Return the statistics of the last step; see `grace.core.step.engine.Engine.stats`.
+        """Return the statistics of the last step; see `grace.core.state.run.Run.stats`.
 
         Raises StepError before the first step.
         """
-        if not self._engines:
+        if self._transport is None:
             raise StepError("stats() describes the last step, and there is none yet; call it after the first step.")
         step, (changed, number) = int(self.slots.step), self._done
-        self.slots.stage = number if step == changed else self._number_at(max(0, step - 1))
-        stats = self._engines[self.slots.stage].stats()
+        number = number if step == changed else self._number_at(max(0, step - 1))
+        plan, states = self._stages[number][1], self._read(number)
+        stats = statistics(plan, self.slots.notes, states, step, self.times, _ops, self.track_norms)
         for name, tensor in stats["tensors"].items():
-            rows = self.slots.noted("rows", name)
+            rows = self.slots.notes.get(("rows", name))
             if rows is not None:
                 stats["wire_bytes"] += int(rows) - tensor["wire_bytes"]
                 tensor["wire_bytes"] = int(rows)
@@ -315,20 +319,19 @@ class Stages:
         return {"version": STATE_VERSION, "step": self.step, "rank": rank, "size": size, "tensors": tensors}
 
     def entries(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
-        """Return arrays by the names of their variables as `Slots.save` returns those of a stage, for one rank."""
+        """Return arrays by the names of their variables as a checkpoint has those of a stage, for one rank."""
         self.slots.stage = number
         return {
-            name: {
-                "components": names_of(unit),
-                "of": tensors_of(unit),
-                # All ranks have variables for what only one of them keeps.
-                **{
+            name: entry_of(
+                unit,
+                {
+                    # All ranks have variables for what only one of them keeps.
                     kind: {key: tensors[made] for key, made in state.items()}
                     if kind != "memory" or unit.kept_by(rank)
                     else {}
                     for kind, state in self.slots.names(name).items()
                 },
-            }
+            )
             for name, unit in self._stages[number][1].stateful.items()
         }
 
@@ -337,9 +340,9 @@ class Stages:
 
         Raises StateError if they are damaged; then nothing was loaded.
         """
-        expected = {name: shown(variable.numpy()) for name, variable in before.slots.states.items()}
+        expected = {name: show(variable.numpy()) for name, variable in before.slots.states.items()}
         for state in states:
-            check_shown({name: shown(value) for name, value in state["tensors"].items()}, expected)
+            check_shown({name: show(value) for name, value in state["tensors"].items()}, expected)
         step, (rank, size) = int(states[0]["step"]), self._place
         number = self._arrived_at(step)
         merge = Merge(
@@ -356,23 +359,21 @@ class Stages:
         new = merge.states()
         for variable in self.slots.of_this_rank:
             variable.assign(tf.zeros_like(variable))
-        self.slots.stage = number
-        for name, of_unit in new.items():
-            self.slots.write(name, of_unit)
+        self._write(number, new)
         self.slots.go_to(step)
         self.slots.origin.assign(self._place)
         return list(merge.lost)
 
     def load_state_dict(
-        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
+        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], stages: StagesCarrying | None = None
     ) -> bool:
-        """Load step and states; see `grace.core.step.engine.Engine.load_state_dict`.
+        """Load step and states; see `grace.core.state.run.Run.load_state_dict`.
 
-        It does not ask for other `plans`: the variables of a graph are those of its own plans.
+        It does not ask for other `stages`: the variables of a graph are those of its own plans.
         """
         check_saved(state)
         expected, found = (
-            {name: shown(value) for name, value in saved.items()}
+            {name: show(value) for name, value in saved.items()}
             for saved in (self.state_dict()["tensors"], state["tensors"])
         )
         check_shown(found, expected)

@@ -18,7 +18,7 @@ from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, Unit
 from grace.core.session.simulation import Simulation
 from grace.core.spec import HALF_DTYPES, Ranks, TensorSpec
-from grace.core.state.state import held_onward
+from grace.core.state.carry import iterate_chain
 from grace.testing.harness import EPS, host, same
 
 Gradients = list[dict[str, "np.ndarray[Any, Any]"]]
@@ -170,7 +170,7 @@ class CommunicatorContract:
                 continue
             simulation.step(self.gradients(size, 0), lr=0.1)
             predicted = sum(bucket.nbytes for bucket in simulation.plan.buckets)
-            sent = [engine.stats()["wire_bytes"] for engine in simulation.engines]
+            sent = [run.stats()["wire_bytes"] for run in simulation.runs]
             assert abs(np.mean(sent) - predicted) <= len(simulation.plan.buckets), method.compressor
 
     def test_a_bad_gradient_reaches_all_ranks_and_no_state(self, communicator: Communicator, size: int) -> None:
@@ -218,16 +218,16 @@ def _holding(unit: Unit) -> Unit:
 
 def residuals(simulation: Simulation) -> dict[str, np.ndarray[Any, Any]]:
     """Return what all ranks of a simulation hold back of the mean, by tensor, in units of the gradient."""
-    size = len(simulation.engines)
+    size = len(simulation.runs)
     total = {item.spec.name: np.zeros(item.spec.numel) for item in simulation.plan.assignments}
     # In units of the gradient, and how many ranks hold a part of the mean.
     scales = {unit.spec.name: unit.memory.residual_scale * size for unit in simulation.plan.units}
     for unit in simulation.plan.units:
-        for onward, scale in held_onward(unit):
+        for onward, scale in iterate_chain(unit):
             scales[onward.spec.name] = scale * len(onward.owners or ())
-    for engine in simulation.engines:
+    for run in simulation.runs:
         for name, unit in simulation.plan.stateful.items():
-            residual = engine.snapshot().units[name]["memory"].get("residual")
+            residual = run.units[name]["memory"].get("residual")
             if residual is None:
                 continue
             mine, start = host(get_ops("numpy"), residual).astype(np.float64), 0
@@ -243,8 +243,8 @@ def states(simulation: Simulation) -> dict[tuple[int, str, str, str], np.ndarray
     """Return copies of all states of a simulation, by rank, unit, component and field."""
     return {
         (rank, name, kind, key): np.array(value)
-        for rank, engine in enumerate(simulation.engines)
-        for name, kinds in engine.snapshot().units.items()
+        for rank, run in enumerate(simulation.runs)
+        for name, kinds in run.units.items()
         for kind, state in kinds.items()
         for key, value in state.items()
     }

@@ -20,7 +20,7 @@ from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.plan.unit import Assignment, Unit, whole
 from grace.core.session.simulation import negotiate, run_programs
 from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
-from grace.core.state.state import initial
+from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
 from grace.core.transport.collectives import Program
 from grace.core.transport.transport import Transport

@@ -18,7 +18,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.session.simulation import deliver, negotiate
 from grace.core.spec import Array, State, TensorSpec
-from grace.core.state.state import initial
+from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, same, unit_of
 from grace.testing.poison import PoisonOps

@@ -54,7 +54,7 @@ class OptimizerAdapter(ABC):
         check_frozen: Callable[[], None],
     ) -> None:
         self.optimizer, self.plain, self.exchange = optimizer, plain, exchange
-        self.engine, self.way_back = exchange.engine, exchange.way_back
+        self.run, self.way_back = exchange.run, exchange.way_back
         self.names, self.check_frozen = names, check_frozen
 
     def attach(self) -> None:
@@ -92,7 +92,7 @@ class OptimizerAdapter(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, with that of grace."""
-        return {**self.plain.state_dict(), "grace": self.engine.state_dict()}
+        return {**self.plain.state_dict(), "grace": self.run.state_dict()}
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Raise GraceError."""
@@ -163,11 +163,11 @@ class GradientAdapter(OptimizerAdapter):
         if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):
             # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
             p.grad = p.grad.resolve_conj().resolve_neg()
-        if not self.engine.exchanges(name):
+        if not self.run.exchanges(name):
             return self.delegated.start(p)
         lr = self.optimizer.param_groups[self.group_of[p]]["lr"]
         if not p.requires_grad:
-            self.engine.rest(name, lr)
+            self.run.current.rest(name, lr)
             return functools.partial(self.exchange.result, name), None
         if p.grad is None:
             # Another rank may have used the parameter and wait for this rank's gradient.
@@ -190,7 +190,7 @@ class GradientAdapter(OptimizerAdapter):
         gradient = gradient.detach()
         if self.loss_scale is not None:
             gradient = self.loss_scale.unscaled(gradient)
-        self.engine.ready(name, gradient, lr)
+        self.run.current.ready(name, gradient, lr)
         return functools.partial(self.exchange.result, name), None
 
     # --- what users call --------------------------------------------------------------------------------------------
@@ -206,19 +206,19 @@ class GradientAdapter(OptimizerAdapter):
     def _complete(self) -> None:
         self.check_frozen()
         self._refuse_changed_gradients()
-        alone = not self.engine.plan.buckets
+        alone = not self.run.plan.buckets
         if not self.taken:
             # This rank has no gradient. The others compare the ranks nevertheless.
             self.exchange.start_comparing()
         self.exchange.finish_comparing()
-        if not self.engine.completed:
+        if not self.run.completed:
             # Before the library starts what this rank has no gradient for.
             self.delegated.agree_on_sparse()
         self.library_synchronize()
         self._clear()
         if alone:
             # The library reduced all tensors and asked the engine for nothing. The schedule counts the step anyway.
-            self.engine.finish()
+            self.run.finish()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -262,7 +262,7 @@ class GradientAdapter(OptimizerAdapter):
         self._refuse_while_under_way("zero_grad()")
         if self.way_back.before is not None and self.exchange.config.rollback:
             # The gradients were exchanged by synchronize(), and no step() has applied them.
-            self.engine.undo(self.way_back.before)
+            self.run.put_back(self.way_back.before)
         self.way_back.let_go()
         self.plain.zero_grad(set_to_none=set_to_none)
         if self.views is not None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from grace.core.errors import GraceWarning
-from grace.core.step.engine import Snapshot
+from grace.core.state.run import Savepoint
 from grace.torch.exchange import Exchange
 from grace.torch.steps import watch
 
@@ -22,7 +22,7 @@ class _Exchanged:
     """A gradient that was exchanged and not applied yet."""
 
     # The states before the first exchange since an optimizer's last step: several may be accumulated.
-    before: Snapshot
+    before: Savepoint
     # The version of the parameter after the exchange, and the place and version of its gradient, if they are known.
     weight: int
     gradient: tuple[int, int] | None = None
@@ -37,7 +37,7 @@ class Applied:
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[torch.Tensor, str]) -> None:
-        self._engine, self._way_back, self._names = exchange.engine, exchange.way_back, names
+        self._run, self._way_back, self._names = exchange.run, exchange.way_back, names
         self._rollback = exchange.config.rollback
         self._waiting: dict[torch.Tensor, _Exchanged] = {}
         # The backward pass that has been looked at, and whether gradients have come since an optimizer's last step.
@@ -70,7 +70,7 @@ class Applied:
         if before is None or not self._rollback:
             return
         for p in parameters:
-            if self._names[p] in self._engine.plan.places:
+            if self._run.exchanges(self._names[p]):
                 oldest = self._waiting[p].before if p in self._waiting else before
                 self._waiting[p] = _Exchanged(oldest, p._version)
 
@@ -109,7 +109,7 @@ class Applied:
         self._came = self._came or self._expected()
         if not self._waiting or self._way_back.before is not None:
             return
-        dropped: dict[int, tuple[Snapshot, list[str]]] = {}
+        dropped: dict[int, tuple[Savepoint, list[str]]] = {}
         unknown: list[str] = []
         for p, each in list(self._waiting.items()):
             if p._version != each.weight:
@@ -123,7 +123,7 @@ class Applied:
                     unknown.append(self._names[p])
         with torch.no_grad():
             for before, names in dropped.values():
-                self._engine.put_back(before, names)
+                self._run.put_back(before, names)
         if unknown and not self._told_of_dropped:
             self._told_of_dropped = True
             _warn(

@@ -24,9 +24,10 @@ from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
 from grace.core.session.start import Session, described
 from grace.core.spec import TensorSpec
+from grace.core.state.checkpoint import carrying
+from grace.core.state.checks import check_mapping
 from grace.core.state.merge import in_rank_order
-from grace.core.state.state import carrying, check_mapping
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
 from grace.core.transport.transport import Handle
 from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale, unknown_scaler_scales
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 OPS = functools.partial(get_ops, "torch")
 
 
-class Exchange(core.Exchange[Engine]):
+class Exchange(core.Exchange):
     """The plan, the statistics and the state of an exchange: `optimizer.grace`, or what `register` returns."""
 
     called = "optimizer.grace"
@@ -51,7 +52,7 @@ class Exchange(core.Exchange[Engine]):
         self,
         session: Session,
         specs: Sequence[TensorSpec],
-        engine: Engine,
+        run: Run,
         library: Library,
         parameters: Mapping[str, torch.Tensor],
         *,
@@ -60,7 +61,7 @@ class Exchange(core.Exchange[Engine]):
         super().__init__(
             session.config,
             specs,
-            [engine],
+            [run],
             OPS,
             rank=library.transport.rank,
             ranks=library.transport.ranks,
@@ -85,7 +86,7 @@ class Exchange(core.Exchange[Engine]):
         self.applied: Applied | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
         self.scaler_sought = False
-        self.way_back = WayBack(engine, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
+        self.way_back = WayBack(run, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
 
     def discard(self) -> None:
         """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.
@@ -134,9 +135,9 @@ class Exchange(core.Exchange[Engine]):
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
-        self.engine.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
+        self.run.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
         self._first, self._compared = "the first step", -1
-        self.announce(self.engine.stages, int(self.engine.step))
+        self.announce(self.run.stages, int(self.run.step))
         return before, self.size
 
     def load(self, saved: Any, optimizer: Any, load_plain: Callable[[], None]) -> None:
@@ -145,12 +146,12 @@ class Exchange(core.Exchange[Engine]):
         `saved` is what `load_state_dict` takes, and the warnings are the same. Raises StateError if the checkpoint has
         other tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
-        before, plain = self.engine.snapshot(), (optimizer.state, optimizer.param_groups)
-        told = "" if saved is None else self._load(self.engine, self.rank, saved)[1]
+        before, plain = self.run.states, (optimizer.state, optimizer.param_groups)
+        told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
         try:
             load_plain()
         except Exception as error:
-            self.engine.restore(before)
+            self.run.discard(before)
             optimizer.state, optimizer.param_groups = plain
             raise StateError(
                 "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
@@ -158,7 +159,7 @@ class Exchange(core.Exchange[Engine]):
             ) from error
         self._merged.clear()
         if saved is None:
-            self.engine.reset()
+            self.run.reset()
         if told:
             self._warn(told)
 
@@ -191,16 +192,16 @@ class Exchange(core.Exchange[Engine]):
                 "elastic Horovod keeps no residuals in its own TorchState; pass the optimizer to "
                 "grace.torch.horovod.TorchState in its place."
             )
-        step = int(self.engine.step)
+        step = int(self.run.step)
         if self._first is not None:
             # Otherwise replicas would part silently, or ranks would start different collectives and wait forever.
             what, mine = self._first, {name: self._digest(p) for name, p in self._weights().items()}
             in_detail = functools.partial(self._compare_first, step, mine, what)
             self._start_gathering({"step": step, **mine}, "first step", what, in_detail)
             self._first = None
-        completed = self.engine.completed
+        completed = self.run.completed
         if is_due(completed, self.config.check_replicas) and self._compared != completed:
-            states, what = self._digests(self.engine, self._weights()), "the comparison of replicas"
+            states, what = self._digests(self.run, self._weights()), "the comparison of replicas"
             in_detail = functools.partial(self._compare_all, step, states, what)
             self._start_gathering(states, "replicas", what, in_detail)
             self._compared = completed
@@ -249,8 +250,8 @@ class Exchange(core.Exchange[Engine]):
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
 
-    def _load(self, engine: Engine, rank: int, state: Any) -> tuple[bool, str]:
-        result = super()._load(engine, rank, state)
+    def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
+        result = super()._load(run, rank, state)
         if self.loss_scale is not None:
             self.loss_scale.loaded()
         if self.applied is not None:
@@ -276,7 +277,7 @@ class Exchange(core.Exchange[Engine]):
         """Return the merged gradient of a tensor; complete the exchange of all for the first."""
         if name not in self._merged:
             with torch.no_grad():
-                self._merged = self.engine.finish(apart(self._gradients))
+                self._merged = self.run.finish(apart(self._gradients))
                 if self.loss_scale is not None:
                     for merged in self._merged.values():
                         self.loss_scale.scale_(merged)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from grace.core.plan.unit import Assignment
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
 from grace.core.transport.transport import MeetingTransport
 
 
@@ -74,7 +74,7 @@ class Library(ABC):
         """
 
     @abstractmethod
-    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
+    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
         """Register the hooks that are still missing, after the ranks have met; return what exchanges dense tensors."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from grace.core.errors import StateError
-from grace.core.state.state import check_number, shown
+from grace.core.state.checks import check_number, show
 from grace.torch.adapter import OptimizerAdapter, give_own_class
 
 
@@ -56,11 +56,11 @@ class LocalAdapter(OptimizerAdapter):
             self.exchange.finish_comparing()
             for p, name in self.names.items():
                 if p.requires_grad:
-                    self.engine.ready(name, self.met[p] - p)
+                    self.run.current.ready(name, self.met[p] - p)
                 else:
                     # It was frozen in mid-run, and keeps its residual and its weight.
-                    self.engine.rest(name)
-            moved = self.engine.finish()
+                    self.run.current.rest(name)
+            moved = self.run.finish()
             for p, name in self.names.items():
                 if p.requires_grad:
                     p.copy_(self.met[p] - moved[name])
@@ -88,9 +88,9 @@ class LocalAdapter(OptimizerAdapter):
         self.way_back.check()
         given = self.exchange.gathered(state_dict)
         saved, local = given.pop("grace", None), given.pop("grace_local", None)
-        expected = {name: shown(self.met[p]) for p, name in self.names.items()}
+        expected = {name: show(self.met[p]) for p, name in self.names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None
-        fits = isinstance(found, Mapping) and {name: shown(value) for name, value in found.items()} == expected
+        fits = isinstance(found, Mapping) and {name: show(value) for name, value in found.items()} == expected
         if saved is None or not fits or not all(isinstance(value, torch.Tensor) for value in found.values()):
             raise StateError(
                 "checkpoint: expected the state of an optimizer with local_steps and the same parameters (keys "

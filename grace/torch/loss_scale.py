@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grace.core.errors import ConfigError, StepError
-from grace.core.step.engine import Engine, Snapshot
+from grace.core.state.run import Run, Savepoint
 
 
 class LossScale:
@@ -20,12 +20,12 @@ class LossScale:
     all of them skip the step. They are exchanged unscaled, because residuals must not depend on the current scale.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, engine: Engine) -> None:
-        self._scaler, self._engine = scaler, engine
+    def __init__(self, scaler: torch.amp.GradScaler, run: Run) -> None:
+        self._scaler, self._run = scaler, run
         # The scale during an exchange; None between two of them.
         self._scale: float | None = None
         # The states before the first exchange since the scaler's last step: several may be accumulated.
-        self._before: Snapshot | None = None
+        self._before: Savepoint | None = None
         self._applied = False
         # The scaler's names for our optimizers of which it has unscaled gradients in this step.
         self._unscaled: set[int] = set()
@@ -35,7 +35,7 @@ class LossScale:
         if self._scale is None:
             self._scale = self._scaler.get_scale()
             if self._before is None:
-                self._before = self._engine.before_step()
+                self._before = self._run.savepoint
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient divided by the scale."""
@@ -103,7 +103,7 @@ class LossScale:
             with exchanged(which):
                 result = scaler_step(which, *args, **kwargs)
             if not self._applied and self._before is not None:
-                self._engine.undo(self._before)
+                self._run.put_back(self._before)
             self._before = None
             self._unscaled.clear()
             done()

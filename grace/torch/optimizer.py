@@ -144,7 +144,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # With local steps, the engine exchanges all tensors.
         delegate = library.reduces if local_steps == 1 else lambda item: False
         specs = [spec_of(names[p], p) for p in trained]
-        engine = session.begin(specs, OPS, average=average, delegate=delegate)
+        run = session.begin(specs, OPS, average=average, delegate=delegate)
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
         refuse_unfrozen,
@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "the optimizer was wrapped",
         "Wrap a new optimizer after you unfreeze parameters.",
     )
-    exchange = Exchange(session, specs, engine, library, parameters, delegate=delegate)
+    exchange = Exchange(session, specs, run, library, parameters, delegate=delegate)
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
@@ -165,20 +165,20 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             vars(optimizer).update({**vars(wrapped), **vars(optimizer)})
             wrapped.__dict__ = vars(optimizer)
         if grad_scaler is not None and grad_scaler.is_enabled():
-            exchange.loss_scale = LossScale(grad_scaler, engine)
+            exchange.loss_scale = LossScale(grad_scaler, run)
         adapter = GradientAdapter(
             wrapped,
             plain,
             exchange,
             names,
             check_frozen,
-            delegated=library.begin(wrapped, names, engine, session.prefix),
+            delegated=library.begin(wrapped, names, run, session.prefix),
             sparse_as_dense=sparse_as_dense,
-            views=GradientViews(engine.plan, parameters) if gradient_as_bucket_view else None,
+            views=GradientViews(run.plan, parameters) if gradient_as_bucket_view else None,
             where=_WHERE,
         )
     adapter.attach()
-    exchange.announce(engine.stages)
+    exchange.announce(run.stages)
     return wrapped
 
 

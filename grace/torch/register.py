@@ -107,14 +107,14 @@ def register(
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
         session.mine = {"model number": session.number, "grad_scaler": scaled}
-        engine = session.begin(specs, OPS, average=True, delegate=library.reduces)
-    exchange = ModelExchange(session, specs, engine, library, parameters, delegate=library.reduces)
+        run = session.begin(specs, OPS, average=True, delegate=library.reduces)
+    exchange = ModelExchange(session, specs, run, library, parameters, delegate=library.reduces)
     if scaled:
         assert grad_scaler is not None
-        exchange.loss_scale = LossScale(grad_scaler, engine)
+        exchange.loss_scale = LossScale(grad_scaler, run)
     GradientHook(model, parameters, exchange, wrapped).attach(model)
     note_registered(exchange)
-    exchange.announce(engine.stages)
+    exchange.announce(run.stages)
     return exchange
 
 

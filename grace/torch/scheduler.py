@@ -7,7 +7,7 @@ from typing import Any
 
 from grace.core.config.schedule import as_changes
 from grace.core.errors import ConfigError
-from grace.core.state.state import check_mapping, check_number
+from grace.core.state.checks import check_mapping, check_number
 from grace.torch.exchange import Exchange
 
 

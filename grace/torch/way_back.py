@@ -8,19 +8,19 @@ from typing import Any
 
 from grace.core.errors import StepError
 from grace.core.guards.agreement import check_steps
-from grace.core.step.engine import Engine, Snapshot
+from grace.core.state.run import Run, Savepoint, step_of
 
 
 class WayBack:
     """The states before the step under way, kept until the optimizer has applied it, and the return to them."""
 
-    def __init__(self, engine: Engine, drop: Callable[[int], list[int]], called: str) -> None:
+    def __init__(self, run: Run, drop: Callable[[int], list[int]], called: str) -> None:
         # Drops what is on its way, on all ranks, and returns the steps of all.
-        self._engine, self._drop = engine, drop
+        self._run, self._drop = run, drop
         # The exchange as its users call it.
         self._called = called
         #: The states before the step under way; None between two steps.
-        self.before: Snapshot | None = None
+        self.before: Savepoint | None = None
         self._failed = False
         self._attempt = _Attempt(self)
         # Makes the adapter forget the step.
@@ -28,7 +28,7 @@ class WayBack:
 
     def keep(self) -> None:
         """Keep the states as they are now: a step begins."""
-        self.before = self._engine.before_step()
+        self.before = self._run.savepoint
 
     def let_go(self) -> None:
         """Let go of the states before the step: it was applied, or its gradients were dropped after the exchange."""
@@ -46,21 +46,21 @@ class WayBack:
         """Raise StepError if a part of this step has failed."""
         if self._failed:
             raise StepError(
-                f"step {self._engine.step} has failed with an error before, and cannot go on. Call "
+                f"step {self._run.step} has failed with an error before, and cannot go on. Call "
                 f"{self._called}.discard() on all ranks to return to the states before it, or end the run."
             )
 
     def give_up(self) -> None:
         """Return to the states before the step on this rank, whatever the others do."""
         if self.before is not None:
-            self._engine.restore(self.before)
+            self._run.discard(self.before)
         self.before, self._failed = None, False
         self.forget()
 
     def discard(self) -> None:
         """Return to the states before the step, on all ranks; see `Exchange.discard`."""
         try:
-            steps = self._drop(int(self._engine.step if self.before is None else self.before.step))
+            steps = self._drop(self._run.step if self.before is None else step_of(self.before))
         except Exception:
             # What this rank has told others must stay true until they come.
             self.fail()
@@ -69,7 +69,7 @@ class WayBack:
             # Other ranks may have begun the step. Without roll-back, memories start from zero on all ranks or on none.
             self.keep()
         self.give_up()
-        self._engine.count_anew()
+        self._run.reset_completed()
         check_steps(steps)
 
 

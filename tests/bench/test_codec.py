@@ -94,7 +94,7 @@ def test_the_timed_step_is_that_of_the_engine(name):
         done = step.run(gradients[0], number, arrived)
         assert all((a == b).all() for a, b in zip(gradients, before, strict=True))
         assert same(done.gradient, expected.ravel())
-        sent = simulation.engines[0].stats()["tensors"]["tensor"]["wire_bytes"]
+        sent = simulation.runs[0].stats()["tensors"]["tensor"]["wire_bytes"]
         assert step.wire_bytes(done) == sent
 
 

@@ -28,7 +28,7 @@ from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
 from grace.core.errors import ConfigError, GraceError
 from grace.core.ops import native
-from grace.core.step.engine import Engine
+from grace.core.step.step import Step
 from grace.machine import python
 from tests.bench.test_variants import MINE
 from tests.support.covering import ALL
@@ -319,9 +319,9 @@ def test_a_metered_visit_says_where_the_time_went():
         def kept_bytes(self):
             return 5
 
-    n, before = 500_000, (native.module.run, Engine.ready)
+    n, before = 500_000, (native.module.run, Step.ready)
     spent = visit(Side(), "topk", "horovod", {}, 1, 3, None, metered=True).spent
-    assert (native.module.run, Engine.ready) == before
+    assert (native.module.run, Step.ready) == before
     assert 0 < spent["kernels"] < spent["engine"] < spent["cpu"] < spent["wall"] - 0.009
     # Of both ranks: the sum of gradient and residual, in which elements are chosen and checked, reads two arrays and
     # writes one; the merge writes one. Payloads and indices are small.

@@ -138,7 +138,7 @@ def bytes_moved(config, communicator, size, rng):
     specs = {spec.name: spec.shape for spec in SPECS}
     sim = grace.Simulation(size, specs, {**config, "communicator": communicator, "default_rules": False})
     sim.step([{"w": rng.standard_normal((256, 256)).astype(np.float32)} for _ in range(size)], lr=0.1)
-    kinds = [engine.stats()["collectives"] for engine in sim.engines]
+    kinds = [run.stats()["collectives"] for run in sim.runs]
     ring = 2 * (size - 1) / size
     return np.mean([k["alltoall"] + (size - 1) * k["allgather"] + ring * k["allreduce"] for k in kinds])
 

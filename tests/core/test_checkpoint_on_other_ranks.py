@@ -84,9 +84,9 @@ def means(sim):
     found = {}
     for unit in sim.plan.units:
         for place, one in enumerate((unit, *unit.chain)):
-            owners = range(len(sim.engines)) if one.owners is None else one.owners
+            owners = range(len(sim.runs)) if one.owners is None else one.owners
             for rank in owners:
-                memory = sim.engines[rank].snapshot().units[one.spec.name]["memory"]
+                memory = sim.runs[rank].units[one.spec.name]["memory"]
                 for key, value in memory.items():
                     start, value = 0, host(sim._ops("cpu"), value).astype(np.float64)
                     if value.shape != (one.spec.numel,):
@@ -122,7 +122,7 @@ def check_kept(memory, way, sizes, cut):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert new.load_state_dict(old.state_dict()) is False
-    assert new.engine.step == 3
+    assert new.run.step == 3
     held, kept = residuals(old), residuals(new)
     for name, x in held.items():
         assert_close(x, kept[name], name)
@@ -212,7 +212,7 @@ def test_as_many_ranks_go_on_bit_for_bit(memory, way):
     saved = old.state_dict()["ranks"]
     random.Random(1).shuffle(saved)
     for rank in range(4):
-        assert new._load(new.engines[rank], rank, saved) == (True, "")
+        assert new._load(new.runs[rank], rank, saved) == (True, "")
     assert_same(states(old), states(new))
     assert_same(step(old, 2), step(new, 2))
 
@@ -296,7 +296,7 @@ def test_wrong_lists_are_refused_and_nothing_of_them_is_loaded():
     }.values():
         with pytest.raises(StateError, match=told):
             new.load_state_dict(wrong)
-        assert new.engine.step == 0
+        assert new.run.step == 0
         assert_same(states(new), before)
     assert new.load_state_dict(saved) is False
 

@@ -166,15 +166,15 @@ def damaged_step(**options):
     sim = grace.Simulation(2, TENSORS, {"compressor": "topk", "compress_ratio": 0.1, **options})
     rng = np.random.default_rng(0)
     gradients = [{n: rng.standard_normal(s).astype(np.float32) for n, s in TENSORS.items()} for _ in range(2)]
-    for engine, mine in zip(sim.engines, gradients, strict=True):
+    for run, mine in zip(sim.runs, gradients, strict=True):
         for name, gradient in mine.items():
-            engine.ready(name, gradient)
+            run.current.ready(name, gradient)
     for waiting in sim.network.buffers.values():
         if waiting[1].dtype == np.uint8:
             waiting[1] = waiting[1].copy()
             waiting[1][-100] ^= 1
-    poll_all(sim.engines)
-    return [engine.finish() for engine in sim.engines]
+    poll_all(sim.runs)
+    return [run.finish() for run in sim.runs]
 
 
 def test_a_damaged_value_stops_the_step():

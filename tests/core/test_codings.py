@@ -204,7 +204,7 @@ def test_training_is_the_same_with_fewer_bytes(framework, communicator):
             merged = [sim.step(grads) for sim in sims]
             for one, two in zip(*merged, strict=True):
                 assert host(ops, one["w"]).tobytes() == host(ops, two["w"]).tobytes()
-        sent = [sum(engine.stats()["wire_bytes"] for engine in sim.engines) for sim in sims]
+        sent = [sum(run.stats()["wire_bytes"] for run in sim.runs) for sim in sims]
         # Within a node, the mean travels as it is.
         assert sent[1] < (0.995 if communicator == "hierarchical" else 0.8) * sent[0], (name, sent)
 
@@ -218,7 +218,7 @@ def test_statistics_count_the_coded_bytes():
     grads = [{"w": (rng.standard_normal((60, 50)) ** 3).astype(np.float32)} for _ in "xy"]
     for sim in sims:
         sim.step(grads)
-    plain, coded = (sim.engines[0].stats() for sim in sims)
+    plain, coded = (sim.runs[0].stats() for sim in sims)
     assert plain["tensors"]["w"]["wire_bytes"] == 4 + 750
     # The buffer has a word for the coded bytes, and is padded to 16.
     assert 0 <= coded["wire_bytes"] - coded["tensors"]["w"]["wire_bytes"] < 8 + 8 + 4 + 16

@@ -205,10 +205,10 @@ def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     sim, fresh = (simulate(chosen, framework, specs=specs_in(framework, chosen)) for _ in "ab")
     for number in range(2):
         step(sim, number)
-    for engine, new in zip(sim.engines, fresh.engines, strict=True):
-        ops = engine._ops("cpu")
+    for run, new in zip(sim.runs, fresh.runs, strict=True):
+        ops = run._ops("cpu")
         exact = new.load_state_dict(
-            engine.state_dict(),
+            run.state_dict(),
             lambda saved, current, ops=ops: ops.reshape(ops.concat([saved]), tuple(current.shape)),
         )
         assert exact
@@ -221,7 +221,7 @@ def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
 def test_the_state_of_the_last_step_is_never_changed(chosen):
     sim = simulate(chosen)
     for number in range(3):
-        live = [engine.state_dict() for engine in sim.engines]
+        live = [run.state_dict() for run in sim.runs]
         before = states(sim)
         step(sim, number)
         after = [
@@ -245,7 +245,7 @@ def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
     # Patch it only now, because the simulation gets its operations at every call.
     monkeypatch.setattr("grace.core.session.simulation.get_ops", lambda framework, device: PoisonOps())
     poisoned = simulate(chosen)
-    assert type(poisoned.engines[0]._ops("cpu")) is PoisonOps
+    assert type(poisoned.runs[0]._ops("cpu")) is PoisonOps
     for number in range(3):
         assert_same(expected[0][number], step(poisoned, number))
     assert_same(expected[1], states(poisoned))
@@ -274,13 +274,13 @@ def test_gradients_may_be_overwritten_once_they_were_taken(compressor):
     ]
     results = []
     for sim, overwrites in zip(sims, (False, True), strict=True):
-        for rank, engine in enumerate(sim.engines):
+        for rank, run in enumerate(sim.runs):
             given = np.random.default_rng(rank).standard_normal((64, 48), np.float32)
-            engine.ready("a", given)
+            run.current.ready("a", given)
             if overwrites:
                 given[:] = 7.0
-        poll_all(sim.engines)
-        results.append([engine.finish() for engine in sim.engines])
+        poll_all(sim.runs)
+        results.append([run.finish() for run in sim.runs])
     assert_same(*results)
 
 
@@ -289,11 +289,11 @@ def test_gradients_may_be_overwritten_once_they_were_taken(compressor):
 
 def test_stats_tell_compressed_from_dense():
     sim = grace.Simulation(2, {"w": (64, 64), "bias": (64,)}, {"compressor": "topk", "compress_ratio": 0.01})
-    for engine in sim.engines:
-        engine.track_norms = True
+    for run in sim.runs:
+        run.track_norms = True
     g = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     sim.step([{"w": g.copy(), "bias": np.ones(64, np.float32)} for _ in range(2)])
-    stats = sim.engines[0].stats()
+    stats = sim.runs[0].stats()
     assert stats["step"] == 1
     assert stats["dense_bytes"] == 4 * (64 * 64 + 64)
     assert stats["compressed_dense_bytes"] == 4 * 64 * 64
@@ -368,7 +368,7 @@ def test_ranks_that_select_nothing_take_part(framework):
 
     merged = step(sim, 0, change=loud)
     assert all(np.array_equal(mine["vector"], np.where(np.arange(131) == 2, np.float32(100), 0)) for mine in merged)
-    bytes_of = [engine.stats()["wire_bytes"] for engine in sim.engines]
+    bytes_of = [run.stats()["wire_bytes"] for run in sim.runs]
     assert bytes_of[0] == bytes_of[2] < bytes_of[1]
     quiet = step(sim, 1, change=lambda name, rank, x: x * 0)
     assert not any(x.any() for mine in quiet for x in mine.values())
@@ -425,23 +425,23 @@ def test_a_bucket_may_be_completed_before_the_others(communicator):
     whole, early = (grace.Simulation(3, specs, config) for _ in "ab")
     for number in range(2):
         expected, given = step(whole, number), gradients(early, number)
-        merged = [{} for _ in early.engines]
+        merged = [{} for _ in early.runs]
         names = [bucket.name for bucket in early.plan.buckets]
         assert len(names) > 3
         with pytest.raises(StepError, match="cannot be completed"):
-            early.engines[0].complete(names[0])
-        for engine, mine in zip(early.engines, given, strict=True):
+            early.runs[0].current.complete(names[0])
+        for run, mine in zip(early.runs, given, strict=True):
             for name, x in mine.items():
-                engine.ready(name, x, 0.1)
-        poll_all(early.engines)
+                run.current.ready(name, x, 0.1)
+        poll_all(early.runs)
         for name in [names[2], names[0]]:
-            for engine, found in zip(early.engines, merged, strict=True):
-                found |= engine.complete(name)
+            for run, found in zip(early.runs, merged, strict=True):
+                found |= run.current.complete(name)
         assert 0 < len(merged[0]) < len(specs)
         with pytest.raises(StepError, match="cannot be completed"):
-            early.engines[0].complete(names[2])
-        for engine, found, all_of_it in zip(early.engines, merged, expected, strict=True):
-            rest = engine.finish()
+            early.runs[0].current.complete(names[2])
+        for run, found, all_of_it in zip(early.runs, merged, expected, strict=True):
+            rest = run.finish()
             assert rest.keys() == all_of_it.keys()
             assert all(same(rest[name], x) for name, x in {**all_of_it, **found}.items())
     assert_same(states(whole), states(early))

@@ -48,49 +48,49 @@ def copy(saved, current):
 
 def test_a_tensor_that_is_not_in_the_plan():
     with pytest.raises(StepError, match="no tensor 'c'"):
-        simulation().engines[0].ready("c", gradient())
+        simulation().runs[0].current.ready("c", gradient())
 
 
 def test_a_gradient_of_another_shape():
     with pytest.raises(StepError, match=r"'a'.*\(20, 30\).*\(30, 20\)"):
-        simulation().engines[0].ready("a", gradient().T)
+        simulation().runs[0].current.ready("a", gradient().T)
 
 
 def test_a_second_gradient_within_a_step():
-    engine = simulation().engines[0]
-    engine.ready("a", gradient())
+    run = simulation().runs[0]
+    run.current.ready("a", gradient())
     with pytest.raises(StepError, match="'a' got a second gradient before step 0"):
-        engine.ready("a", gradient())
+        run.current.ready("a", gradient())
 
 
 @pytest.mark.parametrize("given", [[], ["a"]])
 def test_a_missing_gradient_is_named(given):
-    engine = simulation().engines[0]
+    run = simulation().runs[0]
     for name in given:
-        engine.ready(name, gradient())
+        run.current.ready(name, gradient())
     missing = "b" if given else "b, a"
     with pytest.raises(StepError, match=f"no gradient for {missing}.*zeros"):
-        engine.finish()
+        run.finish()
 
 
 def test_a_step_can_go_on_after_the_missing_gradient_came():
     sim = simulation(size=1)
-    engine = sim.engines[0]
-    engine.ready("a", gradient())
+    run = sim.runs[0]
+    run.current.ready("a", gradient())
     with pytest.raises(StepError):
-        engine.finish()
-    engine.ready("b", gradient())
-    assert set(engine.finish()) == {"a", "b"}
-    assert engine.step == 1
+        run.finish()
+    run.current.ready("b", gradient())
+    assert set(run.finish()) == {"a", "b"}
+    assert run.step == 1
 
 
 def test_a_rank_that_would_hang_is_named_by_the_simulation():
     sim = simulation(size=3)
     for rank in (0, 2):
         for name in ("a", "b"):
-            sim.engines[rank].ready(name, gradient())
+            sim.runs[rank].current.ready(name, gradient())
     with pytest.raises(StepError, match=r"would hang: ranks \[1\]"):
-        sim.engines[0].finish()
+        sim.runs[0].finish()
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", None])
@@ -162,13 +162,13 @@ def test_a_missing_field_is_named(mutant):
 
 
 def saved(sim, rank=0):
-    return sim.engines[rank].state_dict()
+    return sim.runs[rank].state_dict()
 
 
 def trained(**config):
     sim = simulation(**config)
     rng = np.random.default_rng(0)
-    sim.step([{name: rng.standard_normal(SHAPE, np.float32) for name in ("a", "b")} for _ in sim.engines])
+    sim.step([{name: rng.standard_normal(SHAPE, np.float32) for name in ("a", "b")} for _ in sim.runs])
     return sim
 
 
@@ -184,13 +184,13 @@ def trained(**config):
     ids=["fewer tensors", "more tensors", "shape", "memory", "compressor"],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(config, told):
-    target = simulation(**config).engines[0]
-    before = {name: dict(target._slots.read(name)["memory"]) for name in target._assignment_of}
+    target = simulation(**config).runs[0]
+    before = {name: dict(target.units[name]["memory"]) for name in target.units}
     with pytest.raises(StateError, match=told):
         target.load_state_dict(saved(trained()), copy)
     assert target.step == 0
     for name, fields in before.items():
-        after = target._slots.read(name)["memory"]
+        after = target.units[name]["memory"]
         assert fields.keys() == after.keys()
         assert all(after[key] is value for key, value in fields.items())
 
@@ -198,24 +198,24 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(config, t
 def test_a_checkpoint_of_another_version_is_refused():
     state = {**saved(trained()), "version": 99}
     with pytest.raises(StateError, match="version 3, received 99"):
-        simulation().engines[0].load_state_dict(state, copy)
+        simulation().runs[0].load_state_dict(state, copy)
 
 
 @pytest.mark.parametrize("compressor", ["topk", "powersgd"])
 def test_a_checkpoint_of_another_rank_or_size_keeps_what_all_ranks_share(compressor):
     sim = trained(size=2, compressor=compressor)
     for target, state in (
-        (simulation(size=2, compressor=compressor).engines[1], saved(sim, 0)),
-        (simulation(size=3, compressor=compressor).engines[0], saved(sim, 0)),
+        (simulation(size=2, compressor=compressor).runs[1], saved(sim, 0)),
+        (simulation(size=3, compressor=compressor).runs[0], saved(sim, 0)),
     ):
         assert target.load_state_dict(state, copy) is False
         assert target.step == 1
         for name in target.plan.stateful:
-            states = target._slots.read(name)
+            states = target.units[name]
             assert not any(x.any() for x in states["memory"].values()), "another rank's residual is not ours"
             for key, value in states["compressor"].items():
                 assert np.array_equal(value, state["tensors"][name]["compressor"][key])
-    assert sim.engines[0]._slots.read("a")["memory"]["residual"].any()
+    assert sim.run.units["a"]["memory"]["residual"].any()
 
 
 def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
@@ -227,8 +227,8 @@ def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
         sim.step(drawn)
     state = saved(sim, 0)
     assert any(np.any(value) for value in state["tensors"]["a"]["memory"].values())
-    assert [engine.load_state_dict(state, copy) for engine in fresh.engines] == [True, False]
-    ours, theirs = (engine._slots.read("a")["memory"] for engine in fresh.engines)
+    assert [run.load_state_dict(state, copy) for run in fresh.runs] == [True, False]
+    ours, theirs = (run.units["a"]["memory"] for run in fresh.runs)
     assert all(np.array_equal(ours[key], theirs[key]) for key in ours)
     went_on = fresh.step(drawn)[0]["a"]
     assert all(np.array_equal(went_on, mine["a"]) for mine in sim.step(drawn))
@@ -237,9 +237,9 @@ def test_a_memory_that_all_ranks_share_is_taken_over_from_any_of_them():
 def test_a_reset_starts_over():
     """As when a checkpoint holds no state of grace."""
     sim, fresh = trained(compressor="powersgd"), simulation(compressor="powersgd")
-    for engine in sim.engines:
-        engine.reset()
-    for rank in range(len(sim.engines)):
+    for run in sim.runs:
+        run.reset()
+    for rank in range(len(sim.runs)):
         mine, expected = saved(sim, rank), saved(fresh, rank)
         assert mine["step"] == 0
         for name, states in expected["tensors"].items():
@@ -254,7 +254,7 @@ def test_ranks_at_different_steps_are_stopped(compressor):
     # With a bucket per tensor, payloads of the first arrive while the second is compressed.
     options = {"size": 2, "compressor": compressor, "bucket_bytes": 0}
     sim, old = trained(**options), simulation(**options)
-    sim.engines[1].load_state_dict(saved(old, 1), copy)
+    sim.runs[1].load_state_dict(saved(old, 1), copy)
     before = [saved(sim, rank)["tensors"] for rank in range(2)]
     with pytest.raises(MismatchError, match=r"not at the same step.*a rank called the join\(\)"):
         sim.step([{"a": gradient(), "b": gradient()} for _ in range(2)])
@@ -270,7 +270,7 @@ def test_what_is_no_checkpoint_is_refused(key):
     state = saved(trained())
     del state[key]
     with pytest.raises(StateError, match=f"{key} missing"):
-        simulation().engines[0].load_state_dict(state, copy)
+        simulation().runs[0].load_state_dict(state, copy)
 
 
 METHODS_WITH_STATE = {
@@ -314,8 +314,8 @@ def edits(state):
             yield f"7 beside {path}", edited(state, path, lambda at: at.update({7: None}))
 
 
-def contents(engine):
-    state = engine.state_dict()
+def contents(run):
+    state = run.state_dict()
     arrays = {path: at for path in places(state["tensors"]) if hasattr(at := entry(state["tensors"], path), "dtype")}
     return state["step"], {path: (at.dtype.str, at.tobytes()) for path, at in arrays.items()}
 
@@ -330,18 +330,18 @@ def test_an_edited_checkpoint_is_refused_or_loaded_and_nothing_in_between(name):
     sim = simulation(**options)
     drawn = [{key: np.full(SHAPE, 1.0 + rank, np.float32) for key in "ab"} for rank in range(2)]
     sim.step(drawn, lr=0.1)
-    state, engine = saved(sim), simulation(**options).engines[0]
-    before, refused = contents(engine), []
+    state, run = saved(sim), simulation(**options).runs[0]
+    before, refused = contents(run), []
     for what, wrong in edits(state):
         try:
-            engine.load_state_dict(wrong, lambda found, current: np.array(found, current.dtype))
+            run.load_state_dict(wrong, lambda found, current: np.array(found, current.dtype))
         except StateError as error:
             refused.append(str(error))
-            assert contents(engine) == before, what
+            assert contents(run) == before, what
         else:
-            now = contents(engine)
+            now = contents(run)
             assert {path: dtype for path, (dtype, _) in now[1].items()} == {p: d for p, (d, _) in before[1].items()}
-            engine.reset()
+            run.reset()
     assert len(refused) > 100
     assert [text for text in refused if not re.search("expected|differ", text)] == []
 
@@ -353,18 +353,18 @@ def test_a_checkpoint_of_another_dtype_is_refused():
     half = state["tensors"]["a"]["memory"]["snapshot"].astype(np.float16)
     state = edited(state, ("tensors", "a", "memory", "snapshot"), lambda at: at.update(snapshot=half))
     with pytest.raises(StateError, match=r"'a'.*expected.*float32 \(600,\).*received.*float16 \(600,\)"):
-        sim.engines[0].load_state_dict(state, lambda found, current: np.array(found, current.dtype))
+        sim.runs[0].load_state_dict(state, lambda found, current: np.array(found, current.dtype))
 
 
 def test_loading_a_checkpoint_drops_a_step_that_was_under_way():
     sim = trained(size=1)
-    engine = sim.engines[0]
+    run = sim.runs[0]
     state = saved(sim)
-    engine.ready("a", gradient())
-    assert engine.load_state_dict(state, copy) is True
-    engine.ready("a", gradient())
-    engine.ready("b", gradient())
-    assert set(engine.finish()) == {"a", "b"}
+    run.current.ready("a", gradient())
+    assert run.load_state_dict(state, copy) is True
+    run.current.ready("a", gradient())
+    run.current.ready("b", gradient())
+    assert set(run.finish()) == {"a", "b"}
 
 
 STATEFUL = {
@@ -387,12 +387,12 @@ def test_states_with_nan_or_infinity_are_refused_and_name_the_tensor(config, fra
         sim, other = (grace.Simulation(n, tensors, options, framework=framework) for n in (2, 3))
     except IncompatibleError:
         pytest.skip("no such method")
-    ops = sim.engine._ops("cpu")
+    ops = sim.run._ops("cpu")
     gradients = {
         name: ops.reshape(array(ops, draw(TensorSpec(name, s), 1), "float32"), s) for name, s in tensors.items()
     }
     sim.step([gradients, gradients], 0.1)
-    good = [engine.state_dict() for engine in sim.engines]
+    good = [run.state_dict() for run in sim.runs]
     assert sim.load_state_dict({"ranks": good}) is True
     other.load_state_dict(good)
     for name, entry in good[0]["tensors"].items():

@@ -49,11 +49,11 @@ def test_results_are_written_where_they_belong(chosen, cut, size, framework):
     for number in range(2):
         expected = step(plain, number)
         given = gradients(placed, number)
-        for engine, mine in zip(placed.engines, given, strict=True):
+        for run, mine in zip(placed.runs, given, strict=True):
             for name, x in mine.items():
-                engine.ready(name, x, 0.1)
-        poll_all(placed.engines)
-        merged = [engine.finish(mine) for engine, mine in zip(placed.engines, given, strict=True)]
+                run.current.ready(name, x, 0.1)
+        poll_all(placed.runs)
+        merged = [run.finish(mine) for run, mine in zip(placed.runs, given, strict=True)]
         assert_same(expected, on_host(placed, merged))
         assert_same(expected, on_host(placed, given))
     assert_same(states(plain), states(placed))
@@ -72,11 +72,11 @@ def test_many_small_results_are_written_where_they_belong(framework, communicato
     for number in range(2):
         expected = step(plain, number)
         given = gradients(placed, number)
-        for engine, mine in zip(placed.engines, given, strict=True):
+        for run, mine in zip(placed.runs, given, strict=True):
             for name, x in mine.items():
-                engine.ready(name, x)
-        poll_all(placed.engines)
-        merged = [engine.finish(mine) for engine, mine in zip(placed.engines, given, strict=True)]
+                run.current.ready(name, x)
+        poll_all(placed.runs)
+        merged = [run.finish(mine) for run, mine in zip(placed.runs, given, strict=True)]
         assert_same(expected, on_host(placed, merged))
         assert_same(expected, on_host(placed, given))
 
@@ -86,7 +86,7 @@ def test_many_small_results_are_written_where_they_belong(framework, communicato
 def test_kernels_decode_straight_into_the_gradient(name, framework, monkeypatch):
     """No copy follows, and scales tell of NaN, so that no pass looks for it in the gradient."""
     sim = simulate(METHODS[name], framework, size=2, specs=[TensorSpec("matrix", (48, 40))])
-    ops = type(sim.engines[0]._ops("cpu"))
+    ops = type(sim.runs[0]._ops("cpu"))
     if not ops.runs_kernels:
         pytest.skip("there are no kernels")
     placed, looked, finite = [], [], ops.finite
@@ -94,11 +94,11 @@ def test_kernels_decode_straight_into_the_gradient(name, framework, monkeypatch)
     monkeypatch.setattr(ops, "finite", lambda self, x: looked.append(len(x)) or finite(self, x))
     for number in range(2):
         given = gradients(sim, number)
-        for engine, mine in zip(sim.engines, given, strict=True):
-            engine.ready("matrix", mine["matrix"], 0.1)
-        poll_all(sim.engines)
-        for engine, mine in zip(sim.engines, given, strict=True):
-            engine.finish(mine)
+        for run, mine in zip(sim.runs, given, strict=True):
+            run.current.ready("matrix", mine["matrix"], 0.1)
+        poll_all(sim.runs)
+        for run, mine in zip(sim.runs, given, strict=True):
+            run.finish(mine)
     assert not placed
     assert looked
     assert max(looked) < 48 * 40
@@ -116,11 +116,11 @@ def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
     step(sim, 0)
     before = states(sim)
     given = gradients(sim, 1, change=poison)
-    for engine, mine in zip(sim.engines, given, strict=True):
+    for run, mine in zip(sim.runs, given, strict=True):
         for name, x in mine.items():
-            engine.ready(name, x, 0.1)
-    poll_all(sim.engines)
-    merged = [engine.finish(mine) for engine, mine in zip(sim.engines, given, strict=True)]
+            run.current.ready(name, x, 0.1)
+    poll_all(sim.runs)
+    merged = [run.finish(mine) for run, mine in zip(sim.runs, given, strict=True)]
     assert_same(on_host(sim, given), on_host(sim, merged))
     got = on_host(sim, given)
     assert_same([got[0]], [got[1]])
@@ -136,18 +136,18 @@ def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
 def test_only_what_was_offered_is_written_to(cut, framework):
     chosen = registered.default_method(compressors.make({"name": "topk", "compress_ratio": 0.1}))
     plain, placed = (simulate(chosen, framework, size=1, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
-    (engine,), ops = placed.engines, placed.engines[0]._ops("cpu")
+    (run,), ops = placed.runs, placed.runs[0]._ops("cpu")
     (expected,) = step(plain, 0)
     (given,) = gradients(placed, 0)
     (before,) = on_host(placed, [given])
     for name, x in given.items():
-        engine.ready(name, x)
+        run.current.ready(name, x)
     places = {
         name: ops.reshape(ops.full(x.size, 7.0, str(x.dtype)), x.shape)
         for name, x in before.items()
         if name in ("matrix", "half", "long")
     }
-    merged = engine.finish(places)
+    merged = run.finish(places)
     assert_same([before], on_host(placed, [given]))
     assert_same([expected], on_host(placed, [merged]))
     assert_same([{name: expected[name] for name in places}], on_host(placed, [places]))
@@ -166,11 +166,11 @@ def test_threads_with_an_engine_each_write_to_their_own_arrays(monkeypatch, fram
     merge, inside, resume = compressor.merge, threading.Event(), threading.Event()
 
     def train(sim, mine):
-        (engine,), (gradient,) = sim.engines, mine
-        engine.ready("same", gradient["same"])
-        engine.finish(gradient)
+        (run,), (gradient,) = sim.runs, mine
+        run.current.ready("same", gradient["same"])
+        run.finish(gradient)
 
-    # The other engine is at the step at which `alone` was.
+    # The other run is at the step at which `alone` was.
     train(other, gradients(other, 0))
     thread = threading.Thread(target=train, args=(other, given[1]))
 
@@ -203,11 +203,11 @@ def test_after_an_error_in_a_merge_no_other_engine_writes_there(monkeypatch, fra
     def fail(self, payloads, site):
         raise ZeroDivisionError
 
-    one.engines[0].ready("same", given["same"])
+    one.runs[0].current.ready("same", given["same"])
     with monkeypatch.context() as patch:
         patch.setattr(type(TOP_HALF.compressor), "merge", fail)
         with pytest.raises(ZeroDivisionError):
-            one.engines[0].finish(given)
+            one.runs[0].finish(given)
     # Gradients of 16 bits are cast to float32, and casts, too, write where they are told.
     step(simulate(TOP_HALF, framework, size=1, specs=[TensorSpec("half", (9, 16), "float16")]), 0)
     assert_same(before, on_host(one, [given]))
@@ -277,7 +277,7 @@ def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
         expected = step(plain, number)
         given = gradients(placed, number)
         stores = []
-        for engine, mine in zip(placed.engines, given, strict=True):
+        for run, mine in zip(placed.runs, given, strict=True):
             # Units contain tensors in the order of the backward pass.
             order = list(mine)
             kinds = {mine[name].dtype for name in order}
@@ -290,9 +290,9 @@ def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
                 taken[dtype] += n
             stores.append(mine)
             for name in mine:
-                engine.ready(name, mine[name], 0.1)
-        poll_all(placed.engines)
-        for engine, mine in zip(placed.engines, stores, strict=True):
-            engine.finish(mine)
+                run.current.ready(name, mine[name], 0.1)
+        poll_all(placed.runs)
+        for run, mine in zip(placed.runs, stores, strict=True):
+            run.finish(mine)
         assert_same(expected, on_host(placed, stores))
     assert_same(states(plain), states(placed))

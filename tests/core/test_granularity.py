@@ -54,7 +54,7 @@ OTHERS = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
 def flat_gradients(sim, given):
     """Return the flat gradient of every unit for each rank: its pieces concatenated, in the dtype of its tensors."""
-    ops, plan = sim.engines[0]._ops("cpu"), sim.plan
+    ops, plan = sim.runs[0]._ops("cpu"), sim.plan
     return [
         {
             unit.spec.name: ops.concat([ops.reshape(mine[p.tensor], (-1,))[p.start : p.stop] for p in unit.pieces])
@@ -178,11 +178,11 @@ def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
     for granularity in ("layer", "bucket", "model"):
         sim = grace.Simulation(1, specs, {**options, "lr_correction": True, "granularity": granularity})
         assert len(sim.plan.units) == 2
-        (engine,) = sim.engines
+        (run,) = sim.runs
         for number in range(3):
             for name, rate in (("a", 0.1 * (number + 1)), ("b", 0.5 / (number + 1))):
-                engine.ready(name, gradient(TensorSpec(name, (40, 40)), number, ord(name)), rate)
-            merged = engine.finish()
+                run.current.ready(name, gradient(TensorSpec(name, (40, 40)), number, ord(name)), rate)
+            merged = run.finish()
         results.append(merged)
     for other in results[1:]:
         assert all(same(results[0][name], other[name]) for name in specs)
@@ -253,9 +253,9 @@ def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework
 @each_combination(cut=["layer", "small buckets", "model"], framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framework, traffic):
     sim = simulate(chosen, framework, specs=MIXED, **LAYOUTS[cut])
-    for engine in sim.engines:
-        engine.track_norms = True
-        assert sum(engine.stats()["collectives"].values()) == 0
+    for run in sim.runs:
+        run.track_norms = True
+        assert sum(run.stats()["collectives"].values()) == 0
     for number in range(2):
         traffic.clear()
         first, *others = step(sim, number)
@@ -263,11 +263,11 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framewo
             assert_same([first], [other])
         for spec in MIXED:
             assert (first[spec.name].shape, str(first[spec.name].dtype)) == (spec.shape, spec.dtype)
-        for rank, engine in enumerate(sim.engines):
-            stats = engine.stats()
+        for rank, run in enumerate(sim.runs):
+            stats = run.stats()
             assert stats["wire_bytes"] == sum(traffic[rank].values())
             assert {kind: n for kind, n in stats["collectives"].items() if n} == traffic[rank]
-            fields = sum(int(engine._slots.noted("unit", unit.spec.name)) for unit in sim.plan.units)
+            fields = sum(int(run.notes["unit", unit.spec.name]) for unit in sim.plan.units)
             assert sum(tensor["wire_bytes"] for tensor in stats["tensors"].values()) == fields
             assert set(stats["tensors"]) == {spec.name for spec in MIXED}
     predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
@@ -281,12 +281,12 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framewo
 @each(in_turn(FLAT, cut=CUTS), chosen=FLAT, cut=list(CUTS))
 def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
     sim = simulate(chosen, specs=[*SPECS[:2], LONG], **CUTS[cut])
-    for engine in sim.engines:
-        engine.track_norms = True
+    for run in sim.runs:
+        run.track_norms = True
     for number in range(2):
         step(sim, number)
-    for engine, held in zip(sim.engines, states(sim), strict=True):
-        tensors = engine.stats()["tensors"]
+    for run, held in zip(sim.runs, states(sim), strict=True):
+        tensors = run.stats()["tensors"]
         residuals = [value for (_, _, key), value in held.items() if key == "residual"]
         if not residuals:
             assert {tensor["residual_norm"] for tensor in tensors.values()} == {None}
@@ -317,7 +317,7 @@ def test_errors_and_entries_of_tensors_are_their_own(chosen, cut):
         assert found == pytest.approx(error / size if size else 0.0, rel=most, abs=most), spec.name
     for unit in sim.plan.units:
         if sparsifies(unit.compressor) and any(field.below for field in unit.fields):
-            total = int(sim.engines[0]._slots.noted("unit", unit.spec.name))
+            total = int(sim.run.notes["unit", unit.spec.name])
             sent = [np.count_nonzero(merged[p.tensor].reshape(-1)[p.start : p.stop]) for p in unit.pieces]
             tensors = {piece.tensor for piece in unit.pieces}
             if all(len(sim.plan.places[name]) == 1 for name in tensors) and sum(sent):
@@ -354,9 +354,9 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
         calls = [(rank, spec.name) for rank in range(RANKS) for spec in MIXED]
         for i in rng.permutation(len(calls)):
             rank, name = calls[i]
-            shuffled.engines[rank].ready(name, given[rank][name], 0.1)
-        poll_all([shuffled.engines[rank] for rank in rng.permutation(RANKS)])
-        merged = {rank: shuffled.engines[rank].finish() for rank in rng.permutation(RANKS)}
+            shuffled.runs[rank].current.ready(name, given[rank][name], 0.1)
+        poll_all([shuffled.runs[rank] for rank in rng.permutation(RANKS)])
+        merged = {rank: shuffled.runs[rank].finish() for rank in rng.permutation(RANKS)}
         assert_same(expected, on_host(shuffled, [merged[rank] for rank in range(RANKS)]))
     assert_same(states(forward), states(shuffled))
 
@@ -375,7 +375,7 @@ def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
     old = states(sim)[0]
     for number in range(3):
         given = gradients(sim, number)
-        flat = {n: host(sim.engines[0]._ops("cpu"), x) for n, x in flat_gradients(sim, given)[0].items()}
+        flat = {n: host(sim.runs[0]._ops("cpu"), x) for n, x in flat_gradients(sim, given)[0].items()}
         merged = on_host(sim, flat_gradients(sim, sim.step(given, lr=0.1)))[0]
         new = states(sim)[0]
         for unit in sim.plan.units:

@@ -137,7 +137,7 @@ def test_only_compressed_shards_leave_a_node(monkeypatch):
     step(sim, 0)
     # 2,000 elements of 8 bytes in a shard, to two other nodes.
     assert all(2 * 16_000 <= sent <= 2 * 16_000 + 100 for sent in left.values())
-    assert sim.engines[0].stats()["collectives"]["allreduce"] == 0
+    assert sim.runs[0].stats()["collectives"]["allreduce"] == 0
 
 
 @pytest.mark.parametrize("options", [{"within": "qsgd"}, {"within": "qsgd", "between": "two_shot"}])
@@ -174,8 +174,8 @@ def test_a_change_keeps_what_the_owners_hold(name, after):
         holding = frozenset(item.spec.name for item in sim.plan.assignments)
         plan = make_plan(SPECS[:2], config, ranks=Ranks(4), holding=holding)
         assert name != "topk" or len(plan.units) > len(sim.plan.units)
-        for engine in sim.engines:
-            engine.change(plan)
+        for run in sim.runs:
+            run.change(plan)
     else:
         sim.change(**after)
     kept = residuals(sim)

@@ -151,7 +151,7 @@ def test_training_is_the_same_with_fewer_bytes(name, coding):
         drawn = [{n: rng.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()} for _ in "xy"]
         merged = [sim.step(drawn)[0] for sim in sims]
         assert all(np.array_equal(merged[0][n], merged[1][n]) for n in "ab")
-        stats = [sim.engines[0].stats() for sim in sims]
+        stats = [sim.runs[0].stats() for sim in sims]
         assert stats[1]["tensors"]["a"]["wire_bytes"] <= stats[0]["tensors"]["a"]["wire_bytes"] or coding == "bitmap"
     if coding == "smallest":
         assert stats[1]["wire_bytes"] < stats[0]["wire_bytes"]

@@ -28,22 +28,20 @@ def change(sim, **options):
     """Continue with another configuration, as `change` does with other methods."""
     sim.config = grace.make_config({**sim.config.to_dict(), **options})
     sim._changes += 1
-    plan = next_plan(
-        sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.engines)), prefix=f"grace.change{sim._changes}"
-    )
-    for engine in sim.engines:
-        engine.change(plan)
+    plan = next_plan(sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.runs)), prefix=f"grace.change{sim._changes}")
+    for run in sim.runs:
+        run.change(plan)
 
 
 def memory_of(sim, rank, name):
-    return sim.engines[rank].snapshot().units[name]["memory"]
+    return sim.runs[rank].units[name]["memory"]
 
 
 def assert_followed(sim, moved=True):
     """Assert that what ranks keep has the mean that its owner, or every rank, keeps; `moved` says that it is not 0."""
     for unit in sim.plan.units:
         name, dtype = unit.spec.name, unit.spec.work_dtype
-        everyone = [memory_of(sim, rank, name) for rank in range(len(sim.engines))]
+        everyone = [memory_of(sim, rank, name) for rank in range(len(sim.runs))]
         if unit.onward is None:
             key, means = "shift", [mine["mean_shift"] for mine in everyone]
         else:
@@ -78,7 +76,7 @@ def test_dore_loses_nothing(size, cut):
 
 def check_nothing_lost(sim, changes, steps=6):
     """Compare applied plus held with given after each step; `changes` by the step before which they are made."""
-    size = len(sim.engines)
+    size = len(sim.runs)
     total = {spec.name: np.zeros(spec.shape) for spec in SPECS}
     for number in range(steps):
         if number in changes:
@@ -187,14 +185,14 @@ def test_no_rank_starts_from_zero_alone(way):
     saved = sim.state_dict()
     before = states(other)
     with pytest.raises(StateError, match=r"no rank can start from zero alone\. Let every rank load its own file"):
-        other.engines[1].load_state_dict(copy.deepcopy(saved["ranks"][0]), lambda saved, current: saved)
+        other.runs[1].load_state_dict(copy.deepcopy(saved["ranks"][0]), lambda saved, current: saved)
     assert_same(before, states(other))
     # With another number of ranks, all of them start from zero if they load one state.
     more = grace.Simulation(3, SPECS, {**LOSSY, **way})
     with pytest.warns(GraceWarning, match="residuals start from zero"):
         assert more.load_state_dict({"ranks": [saved["ranks"][0]] * 3}) is False
     assert_followed(more, moved=False)
-    assert more.engine.step == 1
+    assert more.run.step == 1
 
 
 @pytest.mark.parametrize("way", [DORE, DIANA], ids=["dore", "diana"])

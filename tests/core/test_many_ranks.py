@@ -55,7 +55,7 @@ def gradients(step):
 def check_prediction(sim):
     """The plan says how many bytes a rank passes to collectives, on average, unless the data decide."""
     predicted = sum(bucket.nbytes for bucket in sim.plan.buckets)
-    sent = [engine.stats()["wire_bytes"] for engine in sim.engines]
+    sent = [run.stats()["wire_bytes"] for run in sim.runs]
     if all(bucket.route.fixed for bucket in sim.plan.buckets):
         assert abs(np.mean(sent) - predicted) <= len(sim.plan.buckets)
     else:

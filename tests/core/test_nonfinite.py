@@ -143,10 +143,10 @@ def test_values_that_a_sparsifier_only_copies_are_not_looked_at(name, options, l
 def test_norms_of_a_bad_gradient_are_measured(name):
     chosen = Method(compressors.make(name), memories.make("none"), communicators.make("allgather"))
     sim = simulate(chosen, specs=[TensorSpec("matrix", (24, 40))])
-    for engine in sim.engines:
-        engine.track_norms = True
+    for run in sim.runs:
+        run.track_norms = True
     step(sim, 0, change=lambda name, rank, x: np.full_like(x, np.inf) if rank == 1 else x)
-    assert [np.isfinite(engine.stats()["tensors"]["matrix"]["relative_error"]) for engine in sim.engines] == [
+    assert [np.isfinite(run.stats()["tensors"]["matrix"]["relative_error"]) for run in sim.runs] == [
         True,
         False,
         True,

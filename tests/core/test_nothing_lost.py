@@ -107,16 +107,16 @@ class Run:
         unused = {each for each in unused if each[0] not in resting}
         nowhere = {name for name in TENSORS if all((name, rank) in unused for rank in range(sim.size))}
         self.log.append(f"resting {resting}, unused {unused}")
-        for rank, engine in enumerate(sim.engines):
+        for rank, run in enumerate(sim.runs):
             for name, shape in TENSORS.items():
                 if name in resting:
-                    engine.rest(name, 0.1)
+                    run.current.rest(name, 0.1)
                     continue
                 x = random.standard_normal(shape).astype(np.float32) * ((name, rank) not in unused)
-                engine.ready(name, np.asarray(x, np.float32), 0.1, unused=(name, rank) in unused)
+                run.current.ready(name, np.asarray(x, np.float32), 0.1, unused=(name, rank) in unused)
                 self.missing[name] = self.missing[name] + x.astype(np.float64) / sim.size
-        poll_all(sim.engines)
-        merged = [engine.finish(unused=nowhere) for engine in sim.engines]
+        poll_all(sim.runs)
+        merged = [run.finish(unused=nowhere) for run in sim.runs]
         for other in merged[1:]:
             assert all(same(merged[0][name], other[name]) for name in TENSORS), self.log
         for name in TENSORS:
@@ -128,13 +128,13 @@ class Run:
 
     def undo(self):
         """Take a step that nobody applies, and go back to the states before it."""
-        before = [engine.before_step() for engine in self.sim.engines]
+        before = [run.savepoint for run in self.sim.runs]
         missing = dict(self.missing)
         self.step()
         if not self.config.rollback:
             self.exact = False
-        for engine, snapshot in zip(self.sim.engines, before, strict=True):
-            engine.undo(snapshot)
+        for run, snapshot in zip(self.sim.runs, before, strict=True):
+            run.put_back(snapshot)
         self.missing = missing
 
     def put_back(self):
@@ -142,11 +142,11 @@ class Run:
         if not self.config.rollback:
             return
         name = str(self.random.choice([*TENSORS]))
-        before = [engine.before_step() for engine in self.sim.engines]
+        before = [run.savepoint for run in self.sim.runs]
         missing = self.missing[name]
         self.step()
-        for engine, snapshot in zip(self.sim.engines, before, strict=True):
-            engine.put_back(snapshot, [name])
+        for run, snapshot in zip(self.sim.runs, before, strict=True):
+            run.put_back(snapshot, [name])
         self.missing[name] = missing
 
     def change(self):

@@ -79,8 +79,8 @@ def simulate(compressor, memory, framework, **options):
 
 def gradients(sim, step):
     rng = np.random.default_rng(step)
-    ops = sim.engines[0]._ops("cpu")
-    drawn = [{s.name: rng.standard_normal(s.shape).astype(np.float32) for s in SPECS} for _ in sim.engines]
+    ops = sim.runs[0]._ops("cpu")
+    drawn = [{s.name: rng.standard_normal(s.shape).astype(np.float32) for s in SPECS} for _ in sim.runs]
     return drawn, [{n: ops.reshape(array(ops, x, "float32"), x.shape) for n, x in mine.items()} for mine in drawn]
 
 
@@ -88,7 +88,7 @@ def gradients(sim, step):
 @every_framework
 def test_the_leader_rotates_and_all_ranks_follow_it(framework, bucket_bytes):
     sim = simulate(LeaderTopK(), NoMemory(), framework, bucket_bytes=bucket_bytes)
-    ops = sim.engines[0]._ops("cpu")
+    ops = sim.runs[0]._ops("cpu")
     for step in range(4):
         drawn, given = gradients(sim, step)
         merged = sim.step(given)
@@ -104,7 +104,7 @@ def test_the_leader_rotates_and_all_ranks_follow_it(framework, bucket_bytes):
 @every_framework
 def test_a_maximum_is_that_of_all_ranks(framework):
     sim = simulate(SharedScale(), Residual(), framework)
-    ops = sim.engines[0]._ops("cpu")
+    ops = sim.runs[0]._ops("cpu")
     drawn, given = gradients(sim, 0)
     merged = sim.step(given)
     for spec in SPECS:

@@ -79,13 +79,13 @@ def test_gradients_come_in_parts_and_means_go_to_their_places():
     ]
     merged = one.step(given)
     into = [{name: np.full_like(x.reshape(-1), np.nan) for name, x in mine.items()} for mine in merged]
-    for engine, mine in zip(other.engines, given, strict=True):
+    for run, mine in zip(other.runs, given, strict=True):
         for name, x in mine.items():
             # The parts need not be those of the ranks.
-            engine.ready_in_parts(name, np.array_split(x.reshape(-1), min(4, x.size)))
-    poll_all(other.engines)
-    for engine, places, mine in zip(other.engines, into, merged, strict=True):
-        engine.finish(places)
+            run.current.ready_in_parts(name, np.array_split(x.reshape(-1), min(4, x.size)))
+    poll_all(other.runs)
+    for run, places, mine in zip(other.runs, into, merged, strict=True):
+        run.finish(places)
         assert all(np.array_equal(places[name], x.reshape(-1)) for name, x in mine.items())
 
 
@@ -98,7 +98,7 @@ def test_parts_travel_coded():
         method = Method(compressors.make("terngrad"), memories.make("none"), communicator_for(SPECS, 2), coding)
         simulation = Simulation(2, SPECS, Config(method, default_rules=False))
         merged.append(simulation.step(given))
-        sent.append(sum(engine.stats()["wire_bytes"] for engine in simulation.engines))
+        sent.append(sum(run.stats()["wire_bytes"] for run in simulation.runs))
     for one, two in zip(*merged, strict=True):
         assert all(np.array_equal(one[name], two[name]) for name in one)
     assert sent[1] < 0.9 * sent[0]

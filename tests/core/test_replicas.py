@@ -83,7 +83,7 @@ def test_shared_states_are_those_of_compressors_and_of_shared_memories():
         ({"compressor": "powersgd"}, ["q of the compressor of v", "q of the compressor of w"]),
         ({"compressor": "lpc", "memory": "svrg"}, ["svrg"]),
     ):
-        found = simulation(**config)[0].engine.shared_states
+        found = simulation(**config)[0].run.shared_states
         if expected == ["svrg"]:
             assert any(name.endswith("of the memory of w") for name in found)
         else:
@@ -95,7 +95,7 @@ def test_a_simulation_compares_its_states(every, noticed):
     sim, gradients = simulation(compressor="powersgd", check_replicas=every)
     for _ in range(2):
         sim.step(gradients)
-    sim.engines[1].snapshot().units["v"]["compressor"]["q"][0] += 1
+    sim.runs[1].units["v"]["compressor"]["q"][0] += 1
     if noticed:
         with pytest.raises(MismatchError, match="before step 2, in 'q of the compressor of v' and 0 other tensors"):
             sim.step(gradients)

@@ -40,13 +40,13 @@ def after(number, method, framework="numpy", **options):
 
 
 def arrays_of(sim):
-    """Return the live arrays of rank 0's memories."""
-    slots = sim.engines[0]._slots
-    return [x for name in ("a", "b") for x in slots.read(name)["memory"].values()]
+    """Return the live arrays of rank 0's memories, without the run's knowledge."""
+    units = sim.run._states[""].units
+    return [x for name in ("a", "b") for x in units[name]["memory"].values()]
 
 
 def with_kernels(sim):
-    if not sim.engines[0]._ops("cpu").runs_kernels:
+    if not sim.runs[0]._ops("cpu").runs_kernels:
         pytest.skip("there are no kernels")
     return sim
 
@@ -89,10 +89,10 @@ def test_memories_start_from_zero_after_a_step_that_failed(method, framework):
     for old, new in zip(before, states(sim), strict=True):
         for key, value in new.items():
             assert not value.any() if key[1] == "memory" else same(value, old[key]), key
-    assert [int(engine.step) for engine in sim.engines] == [2, 2]
+    assert [int(run.step) for run in sim.runs] == [2, 2]
     # The step number goes on, so that random numbers do.
     fresh = made(method, framework)
-    fresh.load_state_dict({"ranks": [engine.state_dict() for engine in sim.engines]})
+    fresh.load_state_dict({"ranks": [run.state_dict() for run in sim.runs]})
     assert_same(step(sim, 3), step(fresh, 3))
 
 
@@ -104,7 +104,7 @@ def test_kernels_write_over_the_old_state(method, framework):
     before = arrays_of(sim)
     for number in range(2):
         step(sim, number)
-    ops = sim.engines[0]._ops("cpu")
+    ops = sim.runs[0]._ops("cpu")
     assert len(before) == (4 if method == "dgc" else 2)
     assert all(ops.is_same(old, new) for old, new in zip(before, arrays_of(sim), strict=True))
 
@@ -113,7 +113,7 @@ def test_kernels_write_over_the_old_state(method, framework):
 @each_method
 def test_with_roll_back_the_old_state_stays(method, framework):
     sim = after(1, method, framework, rollback=True)
-    ops, before = sim.engines[0]._ops("cpu"), arrays_of(sim)
+    ops, before = sim.runs[0]._ops("cpu"), arrays_of(sim)
     copies = [host(ops, x) for x in before]
     step(sim, 1)
     assert all(same(host(ops, x), kept) for x, kept in zip(before, copies, strict=True))
@@ -121,9 +121,9 @@ def test_with_roll_back_the_old_state_stays(method, framework):
 
 # What gives the live arrays of an engine away.
 GIVES = {
-    "state_dict": lambda engine: [s["memory"] for s in engine.state_dict()["tensors"].values()],
-    "memories": lambda engine: list(engine.memories().values()),
-    "snapshot": lambda engine: [s["memory"] for s in engine.snapshot().units.values()],
+    "state_dict": lambda run: [s["memory"] for s in run.state_dict()["tensors"].values()],
+    "memories": lambda run: list(run.memories().values()),
+    "snapshot": lambda run: [s["memory"] for s in run.units.values()],
 }
 
 
@@ -131,8 +131,8 @@ GIVES = {
 @pytest.mark.parametrize("gives", GIVES)
 def test_what_was_given_away_is_not_written_over(gives, framework):
     sim = after(2, "topk", framework)
-    ops = sim.engines[0]._ops("cpu")
-    given = [x for held in GIVES[gives](sim.engines[0]) for x in held.values()]
+    ops = sim.runs[0]._ops("cpu")
+    given = [x for held in GIVES[gives](sim.runs[0]) for x in held.values()]
     copies = [host(ops, x) for x in given]
     assert any(x.any() for x in copies)
     for number in (2, 3):
@@ -144,8 +144,8 @@ def test_what_was_given_away_is_not_written_over(gives, framework):
 def test_a_state_that_rested_is_not_written_over(framework):
     """The old arrays come back after such a step, and a checkpoint may still have them."""
     sim = after(2, "topk", framework)
-    ops = sim.engines[0]._ops("cpu")
-    given = [x for memory in GIVES["state_dict"](sim.engines[0]) for x in memory.values()]
+    ops = sim.runs[0]._ops("cpu")
+    given = [x for memory in GIVES["state_dict"](sim.runs[0]) for x in memory.values()]
     copies = [host(ops, x) for x in given]
     step_at_rest(sim, 2, *(item.spec.name for item in sim.plan.assignments))
     for number in (3, 4):
@@ -187,8 +187,8 @@ def test_a_change_of_the_plan_carries_residuals_over():
 
 def test_states_are_not_saved_in_the_middle_of_a_step():
     sim = after(1, "topk")
-    engine = sim.engines[0]
-    engine.ready("a", gradients(sim, 1)[0]["a"])
+    run = sim.runs[0]
+    run.current.ready("a", gradients(sim, 1)[0]["a"])
     with pytest.raises(StepError, match=r"state_dict\(\) was called while gradients are being exchanged"):
-        engine.state_dict()
-    assert after(1, "topk", rollback=True).engines[0].state_dict()
+        run.state_dict()
+    assert after(1, "topk", rollback=True).runs[0].state_dict()

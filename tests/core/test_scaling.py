@@ -11,7 +11,7 @@ from grace.core.memories.none import NoMemory
 from grace.core.ops import get_ops
 from grace.core.session.simulation import deliver
 from grace.core.spec import TensorSpec
-from grace.core.state.state import initial
+from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
 from tests.support.capabilities import replacing

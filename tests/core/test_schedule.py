@@ -27,7 +27,7 @@ def gradients(step, ranks=2):
 
 
 def residual(sim, rank):
-    return sim.engines[rank].state_dict()["tensors"]["w"]["memory"]["residual"].astype(np.float64).reshape(SHAPE)
+    return sim.runs[rank].state_dict()["tensors"]["w"]["memory"]["residual"].astype(np.float64).reshape(SHAPE)
 
 
 def test_ladder_is_that_of_the_paper():
@@ -115,7 +115,7 @@ def test_no_residual_is_lost(change, framework):
         item = sim.plan.assignments[0]
         held = 0.0
         if item.memory.holds_residual:
-            kept = [np.asarray(e.state_dict()["tensors"]["w"]["memory"]["residual"]) for e in sim.engines]
+            kept = [np.asarray(e.state_dict()["tensors"]["w"]["memory"]["residual"]) for e in sim.runs]
             held = sum(k.astype(np.float64) for k in kept).reshape(SHAPE) / 2 / item.memory.residual_scale
         assert np.abs(given - received - held).max() < 1e-4, step
 
@@ -148,12 +148,12 @@ def test_a_checkpoint_continues_in_its_stage():
     first, second = (grace.Simulation(2, {"w": SHAPE}, config) for _ in "ab")
     for step in range(4):
         first.step(gradients(step))
-    for mine, other in zip(first.engines, second.engines, strict=True):
+    for mine, other in zip(first.runs, second.runs, strict=True):
         other.load_state_dict(mine.state_dict(), lambda saved, current: saved.copy())
     assert second.plan.assignments[0].compressor.compress_ratio == 0.01
     for step in range(4, 9):
         assert np.array_equal(first.step(gradients(step))[0]["w"], second.step(gradients(step))[0]["w"])
-    second.engines[0].reset()
+    second.runs[0].reset()
     assert second.plan.assignments[0].compressor.compress_ratio == 0.5
 
 
@@ -163,10 +163,10 @@ def test_a_checkpoint_that_is_refused_changes_nothing(step):
     config = {"compressor": "topk", "compress_ratio": 0.5, "schedule": [{"step": 3, "compressor": "powersgd"}]}
     sim, other = (grace.Simulation(2, {"w": SHAPE}, c) for c in (config, {"compressor": "onebit"}))
     sim.step(gradients(0))
-    held, engine = residual(sim, 0), sim.engines[0]
+    held, run = residual(sim, 0), sim.runs[0]
     with pytest.raises(StateError, match="configuration"):
-        engine.load_state_dict({**other.engines[0].state_dict(), "step": step}, lambda saved, current: saved.copy())
-    assert (engine.step, grace.compressors.name_of(engine.plan.assignments[0].compressor)) == (1, "topk")
+        run.load_state_dict({**other.runs[0].state_dict(), "step": step}, lambda saved, current: saved.copy())
+    assert (run.step, grace.compressors.name_of(run.plan.assignments[0].compressor)) == (1, "topk")
     assert np.array_equal(residual(sim, 0), held)
 
 
@@ -177,11 +177,11 @@ def test_changes_by_hand():
     sim.change(compress_ratio=0.1)
     assert np.array_equal(residual(sim, 0), held)
     sim.step(gradients(1))
-    assert sim.engines[0].stats()["tensors"]["w"]["wire_bytes"] == 200 * 8
+    assert sim.runs[0].stats()["tensors"]["w"]["wire_bytes"] == 200 * 8
     with pytest.raises(ConfigError, match="compress_ratio"):
         sim.change(compress_rate=0.1)
     assert sim.config.method.compressor.compress_ratio == 0.1
-    sim.engines[0].ready("w", gradients(2)[0]["w"])
+    sim.runs[0].current.ready("w", gradients(2)[0]["w"])
     with pytest.raises(StepError, match="being exchanged"):
         sim.change(compress_ratio=0.2)
     assert sim.config.method.compressor.compress_ratio == 0.1
@@ -189,10 +189,10 @@ def test_changes_by_hand():
 
 def test_a_change_in_the_middle_of_a_step_of_any_rank_changes_none():
     sim = grace.Simulation(2, {"w": SHAPE}, {"compressor": "topk", "compress_ratio": 0.01})
-    sim.engines[1].ready("w", gradients(0)[1]["w"])
+    sim.runs[1].current.ready("w", gradients(0)[1]["w"])
     with pytest.raises(StepError, match="being exchanged"):
         sim.change(compress_ratio=0.2)
-    assert {engine.plan.assignments[0].compressor.compress_ratio for engine in sim.engines} == {0.01}
+    assert {run.plan.assignments[0].compressor.compress_ratio for run in sim.runs} == {0.01}
 
 
 def test_a_schedule_is_not_changed_by_hand():

@@ -23,7 +23,7 @@ from tests.support.steps import assert_same, states
 def transports(request):
     def make(framework, size=3):
         sim = grace.Simulation(size, {"w": (2,)}, {"compressor": "none"}, framework=framework)
-        return get_ops(framework), [engine.transport for engine in sim.engines]
+        return get_ops(framework), [run.transport for run in sim.runs]
 
     return make
 
@@ -58,7 +58,7 @@ def test_broadcast_brings_the_buffer_of_the_root(transports, root):
 def test_collectives_are_matched_by_name():
     """Ranks may start collectives in any order, as gradients become ready."""
     sim = grace.Simulation(2, {"w": (2,)}, {"compressor": "none"})
-    a, b = (engine.transport for engine in sim.engines)
+    a, b = (run.transport for run in sim.runs)
     x, y = np.float32([1]), np.float32([10])
     handles = [a.allreduce(x, op="sum", name="x"), a.allreduce(y, op="sum", name="y")]
     handles += [b.allreduce(y, op="sum", name="y"), b.allreduce(x, op="sum", name="x")]
@@ -69,7 +69,7 @@ def test_collectives_are_matched_by_name():
 
 def test_a_collective_started_twice_or_by_some_only_is_an_error():
     sim = grace.Simulation(2, {"w": (2,)}, {"compressor": "none"})
-    transport = sim.engines[0].transport
+    transport = sim.runs[0].transport
     assert isinstance(transport, SimulatedTransport)
     handle = transport.allgather(np.zeros(1, np.uint8), name="g")
     with pytest.raises(StepError, match="rank 0 started the collective 'g' twice"):
@@ -90,7 +90,7 @@ def test_a_step_that_fails_leaves_all_states_as_they_were(fails, monkeypatch):
     twin.step(given)
     with monkeypatch.context() as patched:
         if fails == "finish":
-            patched.setattr(sim.engines[1], "finish", lambda: 1 / 0)
+            patched.setattr(sim.runs[1], "finish", lambda: 1 / 0)
         with pytest.raises(StepError if fails == "missing" else ZeroDivisionError):
             sim.step([{"w": mine["w"]} for mine in given] if fails == "missing" else given)
     assert_same(states(sim), states(twin))

@@ -168,8 +168,8 @@ def test_a_tree_keeps_the_largest_of_every_pair(size):
     expected, dropped = reference_tree([x["wide"].reshape(-1) for x in given], k)
     merged = sim.step(given)[0]["wide"].reshape(-1)
     assert np.allclose(merged * size, expected, rtol=1e-6)
-    for rank, engine in enumerate(sim.engines):
-        (unit,) = engine.snapshot().units.values()
+    for rank, run in enumerate(sim.runs):
+        (unit,) = run.units.values()
         assert np.allclose(unit["memory"]["residual"], dropped[rank], rtol=1e-5, atol=1e-6)
 
 
@@ -194,8 +194,8 @@ def test_momentum_of_what_is_dropped_goes_on(reduction):
     sim = simulate(method({"name": "topk", "compress_ratio": 0.02}, reduction, "dgc"), size=4, specs=[WIDE])
     given = gradients(sim, 0)
     merged = sim.step(given)[0]["wide"].reshape(-1)
-    for rank, engine in enumerate(sim.engines):
-        (unit,) = engine.snapshot().units.values()
+    for rank, run in enumerate(sim.runs):
+        (unit,) = run.units.values()
         mine = given[rank]["wide"].reshape(-1)
         chosen = np.argsort(-np.abs(mine), kind="stable")[: int(0.02 * WIDE.numel)]
         back = np.setdiff1d(chosen, np.flatnonzero(merged))
@@ -203,7 +203,7 @@ def test_momentum_of_what_is_dropped_goes_on(reduction):
         if reduction == "split":
             assert (unit["memory"]["momentum"][back] == mine[back]).all()
             assert (unit["memory"]["momentum"][np.intersect1d(chosen, np.flatnonzero(merged))] == 0).all()
-    total = sum(engine.snapshot().units[sim.plan.units[0].spec.name]["memory"]["residual"] for engine in sim.engines)
+    total = sum(run.units[sim.plan.units[0].spec.name]["memory"]["residual"] for run in sim.runs)
     assert np.allclose(total + 4 * merged, sum(x["wide"].reshape(-1) for x in given), atol=1e-5)
 
 
@@ -263,4 +263,4 @@ def test_indices_can_be_coded(key):
     plain, coded = simulate(chosen, size=4, specs=[WIDE]), simulate(other, size=4, specs=[WIDE], **options)
     for number in range(2):
         assert_same(step(plain, number), step(coded, number))
-    assert coded.engines[0].stats()["wire_bytes"] < 0.8 * plain.engines[0].stats()["wire_bytes"]
+    assert coded.runs[0].stats()["wire_bytes"] < 0.8 * plain.runs[0].stats()["wire_bytes"]

@@ -16,7 +16,7 @@ from grace.core.methods.capabilities import Stateful
 from grace.core.ops import get_ops
 from grace.core.session.simulation import poll_all
 from grace.core.spec import TensorSpec
-from grace.core.state.state import held_onward
+from grace.core.state.carry import iterate_chain
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support.registered import all_compressors
 from tests.support.steps import (
@@ -25,6 +25,7 @@ from tests.support.steps import (
     MIXED,
     assert_same,
     each,
+    go_to_step,
     gradient,
     gradients,
     in_turn,
@@ -66,14 +67,14 @@ CHOSEN |= METHODS_OF_MEANS
 def held(sim):
     """Return what all ranks hold back of the mean, per tensor and element, in units of the gradient."""
     total = {spec.name: np.zeros(spec.numel) for spec in sim._specs}
-    scales = {onward.spec.name: scale for unit in sim.plan.units for onward, scale in held_onward(unit)}
-    for engine in sim.engines:
+    scales = {onward.spec.name: scale for unit in sim.plan.units for onward, scale in iterate_chain(unit)}
+    for run in sim.runs:
         for name, unit in sim.plan.stateful.items():
-            residual = engine._slots.read(name)["memory"].get("residual")
+            residual = run.units[name]["memory"].get("residual")
             if residual is None:
                 continue
-            x, start = host(engine._ops("cpu"), residual).astype(np.float64), 0
-            x /= scales[name] if unit.owners is not None else unit.memory.residual_scale * len(sim.engines)
+            x, start = host(run._ops("cpu"), residual).astype(np.float64), 0
+            x /= scales[name] if unit.owners is not None else unit.memory.residual_scale * len(sim.runs)
             for piece in unit.pieces:
                 total[piece.tensor][piece.start : piece.stop] += x[start : start + piece.numel]
                 start += piece.numel
@@ -101,8 +102,8 @@ def test_all_ranks_get_the_same_bits_and_send_what_is_predicted(chosen, size, cu
             assert_same([first], [other])
         for spec in SPECS:
             assert (first[spec.name].shape, str(first[spec.name].dtype)) == (spec.shape, spec.dtype)
-        for rank, engine in enumerate(sim.engines):
-            stats = engine.stats()
+        for rank, run in enumerate(sim.runs):
+            stats = run.stats()
             assert stats["wire_bytes"] == sum(traffic[rank].values())
             assert {kind: n for kind, n in stats["collectives"].items() if n} == {
                 kind: n for kind, n in traffic[rank].items() if n
@@ -158,9 +159,9 @@ def test_results_do_not_depend_on_buckets_or_on_the_order_of_gradients(chosen, s
         calls = [(rank, spec.name) for rank in range(size) for spec in SPECS]
         for i in rng.permutation(len(calls)):
             rank, name = calls[i]
-            shuffled.engines[rank].ready(name, given[rank][name], 0.1)
-        poll_all([shuffled.engines[rank] for rank in rng.permutation(size)])
-        merged = {rank: shuffled.engines[rank].finish() for rank in rng.permutation(size)}
+            shuffled.runs[rank].current.ready(name, given[rank][name], 0.1)
+        poll_all([shuffled.runs[rank] for rank in rng.permutation(size)])
+        merged = {rank: shuffled.runs[rank].finish() for rank in rng.permutation(size)}
         assert_same(expected, on_host(shuffled, [merged[rank] for rank in range(size)]))
     assert_same(states(alone), states(together))
     assert_same(states(alone), states(shuffled))
@@ -203,7 +204,7 @@ def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     for number in range(2):
         step(whole, number)
         step(begun, number)
-    for old, new in zip(begun.engines, resumed.engines, strict=True):
+    for old, new in zip(begun.runs, resumed.runs, strict=True):
         assert new.load_state_dict(old.state_dict(), lambda saved, current: saved)
     assert_same(step(whole, 2), step(resumed, 2))
 
@@ -211,8 +212,8 @@ def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
 def test_a_checkpoint_of_another_rank_starts_the_memories_anew():
     sim, fresh = (simulate(CHOSEN["topk"], size=2, specs=SPECS) for _ in "ab")
     step(sim, 0)
-    target = sim.engines[1]
-    assert target.load_state_dict(sim.engines[0].state_dict(), lambda saved, current: saved) is False
+    target = sim.runs[1]
+    assert target.load_state_dict(sim.runs[0].state_dict(), lambda saved, current: saved) is False
     assert_same([states(sim)[1]], [states(fresh)[1]])
 
 
@@ -223,14 +224,14 @@ def test_a_checkpoint_of_another_number_of_ranks_starts_the_memories_anew(name, 
     chosen = dataclasses.replace(CHOSEN[name], communicator=communicators.make("auto"))
     before, sim, fresh = (simulate(chosen, size=size, specs=SPECS) for size in (*sizes, sizes[1]))
     step(before, 0)
-    for engine in sim.engines:
-        assert engine.load_state_dict(before.engines[0].state_dict(), lambda saved, current: saved) is False
-        assert engine.step == 1
+    for run in sim.runs:
+        assert run.load_state_dict(before.runs[0].state_dict(), lambda saved, current: saved) is False
+        assert run.step == 1
     assert_same(states(sim), states(fresh))
     step(sim, 1)
     other = simulate(chosen, size=sizes[1], specs=SPECS[:1])
     with pytest.raises(StateError, match="units of compression differ"):
-        other.engines[0].load_state_dict(before.engines[0].state_dict(), lambda saved, current: saved)
+        other.runs[0].load_state_dict(before.runs[0].state_dict(), lambda saved, current: saved)
 
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])
@@ -247,8 +248,8 @@ def test_a_change_keeps_what_owners_hold(name, after):
     if "bucket_bytes" in after:
         config = grace.make_config({**sim.config.to_dict(), **after})
         plan = grace.Simulation(3, SPECS[:2], config).plan
-        for engine in sim.engines:
-            engine.change(plan)
+        for run in sim.runs:
+            run.change(plan)
         kept = held(sim)
     else:
         sim.change(**after)
@@ -273,11 +274,11 @@ def test_a_change_to_no_memory_sends_what_only_owners_held():
 
 def _held_by_ranks(sim):
     total = {spec.name: np.zeros(spec.numel) for spec in sim._specs}
-    for engine in sim.engines:
+    for run in sim.runs:
         for unit in sim.plan.units:
-            x, start = engine._slots.read(unit.spec.name)["memory"]["residual"].astype(np.float64), 0
+            x, start = run.units[unit.spec.name]["memory"]["residual"].astype(np.float64), 0
             for piece in unit.pieces:
-                mine = x[start : start + piece.numel] / unit.memory.residual_scale / len(sim.engines)
+                mine = x[start : start + piece.numel] / unit.memory.residual_scale / len(sim.runs)
                 total[piece.tensor][piece.start : piece.stop] += mine
                 start += piece.numel
     return total
@@ -392,7 +393,7 @@ def test_a_typo_in_an_option_is_told():
 def test_ranks_at_different_steps_are_noticed():
     sim = simulate(CHOSEN["topk"], size=2, specs=SPECS[:2])
     step(sim, 0)
-    sim.engines[1]._slots.go_to(5)
+    go_to_step(sim.runs[1], 5)
     with pytest.raises(MismatchError, match="not at the same step"):
         step(sim, 1)
 
@@ -401,13 +402,13 @@ def test_a_checksum_covers_both_shots():
     for damaged_round in (0, 1):
         sim = simulate(CHOSEN["qsgd"], size=2, specs=SPECS[:1], checksum=True)
         first, second = gradients(sim, 0)
-        sim.engines[0].ready("long", first["long"], 0.1)
-        sim.engines[1].ready("long", second["long"], 0.1)
+        sim.runs[0].current.ready("long", first["long"], 0.1)
+        sim.runs[1].current.ready("long", second["long"], 0.1)
         # The second rank has found the buffers of the first round and has started the next one.
         (waiting,) = (x for name, x in sim.network.buffers.items() if name.endswith(f"/{damaged_round}.0"))
         (waiting[1] if damaged_round else waiting[1][0])[-100] ^= 1
         with pytest.raises(PayloadError, match="checksum"):
-            poll_all(sim.engines)
+            poll_all(sim.runs)
 
 
 @pytest.mark.parametrize("average", [True, False])

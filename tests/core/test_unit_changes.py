@@ -43,11 +43,11 @@ from tests.support.steps import (
 def residuals(sim):
     """Return the sum over ranks of each tensor's residual, per element, in units of the gradient."""
     total = {part.spec.name: np.zeros(part.spec.numel) for part in sim.plan.exchanged}
-    ops = sim.engines[0]._ops("cpu")
-    for engine in sim.engines:
-        for name, places in engine.plan.places.items():
+    ops = sim.runs[0]._ops("cpu")
+    for run in sim.runs:
+        for name, places in run.plan.places.items():
             for unit, start, piece in places:
-                memory = engine._slots.read(unit.spec.name)["memory"]
+                memory = run.units[unit.spec.name]["memory"]
                 if "residual" in memory:
                     held = host(ops, memory["residual"]).astype(np.float64)[start : start + piece.numel]
                     total[name][piece.start : piece.stop] += held / unit.memory.residual_scale
@@ -58,11 +58,9 @@ def change(sim, **options):
     """Continue with another configuration, as `change` does with other methods."""
     sim.config = make_config({**sim.config.to_dict(), **options})
     sim._changes += 1
-    plan = next_plan(
-        sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.engines)), prefix=f"grace.change{sim._changes}"
-    )
-    for engine in sim.engines:
-        engine.change(plan)
+    plan = next_plan(sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.runs)), prefix=f"grace.change{sim._changes}")
+    for run in sim.runs:
+        run.change(plan)
 
 
 TOPK = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False}
@@ -78,7 +76,7 @@ def test_residuals_are_carried_from_any_cut_to_any_other(before, after, framewor
     assert all(np.count_nonzero(held[spec.name]) >= spec.numel // 2 for spec in specs if spec.numel > 1)
     change(sim, **LAYOUTS[after])
     assert {name: x.tobytes() for name, x in residuals(sim).items()} == {n: x.tobytes() for n, x in held.items()}
-    assert set(sim.engines[0].state_dict()["tensors"]) == {unit.spec.name for unit in sim.plan.units}
+    assert set(sim.runs[0].state_dict()["tensors"]) == {unit.spec.name for unit in sim.plan.units}
     # The residuals are sent.
     change(sim, compressor="none", memory="none")
     merged = on_host(sim, sim.step([{n: x * 0 for n, x in mine.items()} for mine in gradients(sim, 3)]))[0]
@@ -92,8 +90,8 @@ def test_another_method_does_not_begin_with_a_state_that_happens_to_fit():
     sim, fresh = (Simulation(2, {"a": (64, 48)}, {"compressor": name}) for name in ("powersgd", "gradzip"))
     step(sim, 0)
     sim.change(compressor="gradzip")
-    for engine, other in zip(sim.engines, fresh.engines, strict=True):
-        made, expected = (e.state_dict()["tensors"]["a"]["compressor"] for e in (engine, other))
+    for run, other in zip(sim.runs, fresh.runs, strict=True):
+        made, expected = (e.state_dict()["tensors"]["a"]["compressor"] for e in (run, other))
         assert np.array_equal(made["q"], expected["q"])
 
 
@@ -270,10 +268,10 @@ def test_momentum_is_carried_like_the_residual():
 
 
 def load(sim, other):
-    for engine, new in zip(sim.engines, other.engines, strict=True):
-        ops = engine._ops("cpu")
+    for run, new in zip(sim.runs, other.runs, strict=True):
+        ops = run._ops("cpu")
         assert new.load_state_dict(
-            engine.state_dict(),
+            run.state_dict(),
             lambda saved, current, ops=ops: ops.reshape(ops.concat([saved]), tuple(current.shape)),
         )
 
@@ -327,10 +325,10 @@ def test_a_checkpoint_of_other_tensors_between_the_same_ends_is_refused():
 def kept(sim, tensor):
     """Return what the memories of all ranks hold for the elements of a tensor, as a checkpoint has it."""
     found = []
-    ops = sim.engines[0]._ops("cpu")
-    for engine in sim.engines:
-        saved = engine.state_dict()["tensors"]
-        for unit, start, piece in engine.plan.places[tensor]:
+    ops = sim.runs[0]._ops("cpu")
+    for run in sim.runs:
+        saved = run.state_dict()["tensors"]
+        for unit, start, piece in run.plan.places[tensor]:
             for field, value in sorted(saved[unit.spec.name]["memory"].items()):
                 found.append((field, piece.start, host(ops, value)[start : start + piece.numel]))
     return found
@@ -349,10 +347,10 @@ def test_a_resting_tensor_keeps_its_residual_and_moves_nothing(cut, memory):
         assert all(same(a[2], b[2]) for a, b in zip(before, kept(sim, "matrix"), strict=True))
     # Neither another plan nor a snapshot loses it.
     change(sim, bucket_bytes=0)
-    snapshots = [engine.snapshot() for engine in sim.engines]
+    snapshots = [run.savepoint for run in sim.runs]
     step_at_rest(sim, 3, "matrix")
-    for engine, snapshot in zip(sim.engines, snapshots, strict=True):
-        engine.undo(snapshot)
+    for run, snapshot in zip(sim.runs, snapshots, strict=True):
+        run.put_back(snapshot)
     assert residuals(sim)["matrix"].any()
     # The pieces differ, not their elements.
     first, last = (
@@ -367,9 +365,9 @@ def test_ranks_that_freeze_other_tensors_are_stopped(communicator):
     options = {"compressor": compressor, "communicator": communicator, "default_rules": False}
     sim = Simulation(3, [SPECS[0], SPECS[1]], options)
     step(sim, 0)
-    for rank, (engine, mine) in enumerate(zip(sim.engines, gradients(sim, 1), strict=True)):
+    for rank, (run, mine) in enumerate(zip(sim.runs, gradients(sim, 1), strict=True)):
         for name, x in mine.items():
-            engine.rest(name) if (rank, name) == (1, "vector") else engine.ready(name, x)
-    poll_all(sim.engines)
+            run.current.rest(name) if (rank, name) == (1, "vector") else run.current.ready(name, x)
+    poll_all(sim.runs)
     with pytest.raises(MismatchError, match="only some of them froze a parameter"):
-        [engine.finish() for engine in sim.engines]
+        [run.finish() for run in sim.runs]

@@ -72,10 +72,10 @@ def test_what_a_collective_carries_is_told_in_words():
 
 def test_the_engine_explains_its_collectives():
     simulation = grace.Simulation(1, {"w": (64, 64)}, {"compressor": "topk"})
-    engine = simulation.engines[0]
-    engine.ready("w", np.zeros((64, 64), np.float32))
-    engine.finish()
-    assert engine.transport.explain(simulation.plan.buckets[0].name).startswith("step 1, the gradient of 'w'")
+    run = simulation.runs[0]
+    run.current.ready("w", np.zeros((64, 64), np.float32))
+    run.finish()
+    assert run.transport.explain(simulation.plan.buckets[0].name).startswith("step 1, the gradient of 'w'")
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "60"])

@@ -7,7 +7,7 @@ import pytest
 from grace.core.config.registry import compressors, memories
 from grace.core.ops import get_ops
 from grace.core.spec import Field, TensorSpec
-from grace.core.state.state import initial
+from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
 from grace.core.wire import layout as layouts
 from grace.core.wire.layout import GatherLayout

@@ -27,5 +27,5 @@ def test_every_figure_of_the_table_is_what_a_run_sends(row):
         simulation = grace.Simulation(1, {"w": (NUMEL,)}, config)
         simulation.step([gradient])
         # A wire buffer has less than a thousand bytes beside the fields.
-        sent = 8 * simulation.engines[0].stats()["wire_bytes"] / NUMEL
+        sent = 8 * simulation.runs[0].stats()["wire_bytes"] / NUMEL
         assert sent == pytest.approx(float(shown), abs=0.015), coding

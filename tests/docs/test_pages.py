@@ -289,7 +289,7 @@ def test_a_name_of_the_reference_is_found_where_it_is_defined(pages):
     assert documented("grace.torch.Exchange").startswith("The plan, the statistics and the state")
     assert documented("grace.torch.Exchange.config").strip() == "The configuration, with all changes so far."
     assert documented("grace.Simulation.size") == documented("grace.core.session.exchange.Exchange.size") != ""
-    assert documented("grace.Simulation.step") != documented("grace.core.step.engine.Engine.step")
+    assert documented("grace.Simulation.step") != documented("grace.core.state.run.Run.step")
     assert "32 bits" in documented("grace.core.wire.lanes.MOST")
     with pytest.raises(SystemExit, match=r"nothing in grace defines grace\.torch\.Exchange\.none"):
         documented("grace.torch.Exchange.none")

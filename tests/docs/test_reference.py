@@ -32,7 +32,8 @@ OBJECTS = {
     "self.grace": (*ADAPTERS[:2], "grace.torch.distributed.ExchangeState"),
     "exchange": ADAPTERS,
     "simulation": ("grace.Simulation",),
-    "engine": ("grace.core.step.engine.Engine",),
+    "run": ("grace.core.state.run.Run",),
+    "step": ("grace.core.step.step.Step",),
 }
 
 _DIRECTIVE = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTILINE)

@@ -66,4 +66,4 @@ def step(sim, xs: list[np.ndarray]) -> np.ndarray:
 
 
 def state(sim, rank: int, field: str = "residual", kind: str = "memory") -> np.ndarray:
-    return sim.engines[rank].state_dict()["tensors"]["w"][kind][field].copy()
+    return sim.runs[rank].state_dict()["tensors"]["w"][kind][field].copy()

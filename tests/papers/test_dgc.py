@@ -134,16 +134,16 @@ def test_clipping_by_the_norm_of_all_tensors_waits_for_the_last_one():
         shapes,
         {"compressor": "topk", "memory": memory, "default_rules": False, "granularity": "layer", "rules": rules},
     )
-    (engine,), x = sim.engines, np.ones(8, np.float32)
-    engine.ready("b", x)
-    assert not any(run.steps for run in engine._runs.values())
+    (run,), x = sim.runs, np.ones(8, np.float32)
+    run.current.ready("b", x)
+    assert not any(bucket.steps for bucket in run.current._buckets.values())
     # A step that is given up leaves nothing for the next one.
-    engine.drop()
-    engine.ready("b", x)
-    engine.ready("a", x)
-    assert {step.unit.spec.name for run in engine._runs.values() for step in run.steps} == {"a", "b"}
-    engine.ready("dense", x)
-    assert np.allclose(engine.finish()["a"].max(), 1 / 4)
+    run.discard()
+    run.current.ready("b", x)
+    run.current.ready("a", x)
+    assert {step.unit.spec.name for bucket in run.current._buckets.values() for step in bucket.steps} == {"a", "b"}
+    run.current.ready("dense", x)
+    assert np.allclose(run.finish()["a"].max(), 1 / 4)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_bytes_of_both_phases(shape, count):
     sent = []
     for number in range(6):
         step(sim, [correlated(number, shape=shape)] * 2)
-        sent.append(sim.engines[0].stats()["tensors"]["w"]["wire_bytes"])
+        sent.append(sim.runs[0].stats()["tensors"]["w"]["wire_bytes"])
     full, compressed = 4 * np.prod(shape), 4 * count * D
     assert sent == [full, full, compressed, compressed, compressed, full]
 

@@ -89,7 +89,7 @@ def test_tuning_finds_the_density(scale, controlled, framework):
             torch = pytest.importorskip("torch")
             drawn = [{n: torch.from_numpy(x.astype(np.float32)) for n, x in mine.items()} for mine in drawn]
         sim.step(drawn)
-        sent.append(sum(t["wire_bytes"] for e in sim.engines for t in e.stats()["tensors"].values()) / 8 / 2)
+        sent.append(sum(t["wire_bytes"] for e in sim.runs for t in e.stats()["tensors"].values()) / 8 / 2)
         if len(sent) == tune:
             tuned = thresholds(sim)
     assert len(set(thresholds(sim))) == 1, "one threshold for all tensors and ranks"
@@ -137,7 +137,7 @@ def run(task, steps, **options):
         given = [{n: x.astype(np.float32) for n, x in gradient(weights).items()} for _ in range(4)]
         merged = sim.step(given)[0]
         weights = {n: x - rate * merged[n] for n, x in weights.items()}
-        sent = sum(t["wire_bytes"] for engine in sim.engines for t in engine.stats()["tensors"].values()) / 8
+        sent = sum(t["wire_bytes"] for run in sim.runs for t in run.stats()["tensors"].values()) / 8
         densities.append(sent / asked)
     return np.array(densities), sim
 
@@ -148,7 +148,7 @@ def run(task, steps, **options):
 def test_controlled_volume_of_the_whole_run_is_within_a_tenth(task, ratio, steps):
     densities, sim = run(task, steps, compress_ratio=ratio, controlled=True)
     assert densities.mean() == pytest.approx(1, abs=0.1)
-    (volume,) = {t["volume"] for engine in sim.engines for t in engine.stats()["tensors"].values()}
+    (volume,) = {t["volume"] for run in sim.runs for t in run.stats()["tensors"].values()}
     # In the first step, every unit sends a whole number of elements.
     assert volume == pytest.approx(densities.mean(), abs=0.01)
 
@@ -159,7 +159,7 @@ def test_a_short_probe_predicts_the_volume_of_the_run(task, options):
     """The threshold is chosen once, and the statistics say how far off the volume is."""
     densities, sim = run(task, 400, **options)
     assert 0.5 < densities.mean() < 1.6
-    (volume,) = {t["volume"] for engine in sim.engines for t in engine.stats()["tensors"].values()}
+    (volume,) = {t["volume"] for run in sim.runs for t in run.stats()["tensors"].values()}
     assert volume == pytest.approx(densities.mean(), abs=0.02)
     assert densities[300:].std() > 0
 
@@ -174,13 +174,13 @@ def test_density_rises_and_falls_with_the_gradients():
         rng, sent = np.random.default_rng(0), []
         for scale in size:
             sim.step([{"w": (scale * rng.standard_normal(n)).astype(np.float32)} for _ in range(3)])
-            sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.engines) / 8 / 3 / (0.01 * n))
+            sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.runs) / 8 / 3 / (0.01 * n))
         return np.array(sent).reshape(4, 60).mean(1), sim
 
     fixed, sim = quarters(compressor="hardthreshold")
     assert fixed[2] > 2 * fixed[1]
     assert fixed[3] < 0.6 * fixed[2]
-    (chosen,) = {float(e.state_dict()["tensors"]["w"]["compressor"]["threshold"][0]) for e in sim.engines}
+    (chosen,) = {float(e.state_dict()["tensors"]["w"]["compressor"]["threshold"][0]) for e in sim.runs}
     assert chosen > 0
     controlled, _ = quarters(compressor="hardthreshold", controlled=True)
     assert controlled.max() < 1.5 * controlled.min()
@@ -198,7 +198,7 @@ def test_gradients_of_zero_leave_the_tuner_where_it_is():
     sent = []
     for number in range(120):
         sim.step([{"w": zero if number < 3 else rng.standard_normal((50, 40)).astype(np.float32)} for _ in "ab"])
-        sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.engines) / 8 / 2)
+        sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.runs) / 8 / 2)
     assert sent[:3] == [0, 0, 0]
     assert 0 < max(sent) <= 40
     assert np.mean(sent[3:]) == pytest.approx(0.001 * 2000, rel=0.2)
@@ -222,12 +222,12 @@ def test_what_a_schedule_changes_late_is_tuned_from_there(config):
     rng, sent = np.random.default_rng(0), []
     for _ in range(900):
         sim.step([{"w": rng.standard_normal((50, 40)).astype(np.float32) * 1e-3} for _ in "ab"])
-        sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.engines) / 8 / 2)
+        sent.append(sum(e.stats()["tensors"]["w"]["wire_bytes"] for e in sim.runs) / 8 / 2)
     assert 0.8 <= np.mean(sent[800:]) / (0.02 * 2000) <= 1.25
 
 
 def thresholds(sim):
-    states = [engine.state_dict()["tensors"][n]["compressor"]["threshold"] for engine in sim.engines for n in "ab"]
+    states = [run.state_dict()["tensors"][n]["compressor"]["threshold"] for run in sim.runs for n in "ab"]
     return [float(value[0]) for value in states]
 
 

@@ -48,8 +48,8 @@ def test_hitopkcomm(average):
             assert np.allclose(merged["w"].reshape(-1), expected, rtol=1e-5, atol=1e-6), step
     assert np.abs(error).max() > 1
     # One residual per node: each rank keeps that of its shard, and none for the others.
-    for rank, engine in enumerate(sim.engines):
-        kept = {name: tensor["memory"] for name, tensor in engine.state_dict()["tensors"].items() if tensor["memory"]}
+    for rank, run in enumerate(sim.runs):
+        kept = {name: tensor["memory"] for name, tensor in run.state_dict()["tensors"].items() if tensor["memory"]}
         ((name, memory),) = kept.items()
         (piece,) = sim.plan.stateful[name].pieces
         expected = error[rank // LOCAL, piece.start : piece.stop]

@@ -107,7 +107,7 @@ def test_the_bytes_do_not_grow_with_the_ranks():
     for ranks in (2, 5):
         sim = simulate(ranks, (1000,), compressor, "lowpass")
         step(sim, [normal(1000, rank) for rank in range(ranks)])
-        sent.append(sim.engines[0].stats()["tensors"]["w"]["wire_bytes"])
+        sent.append(sim.runs[0].stats()["tensors"]["w"]["wire_bytes"])
     assert sent == [800, 800]
 
 

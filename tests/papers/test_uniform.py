@@ -121,7 +121,7 @@ def test_no_sum_of_largest_integers_overflows(bits, ranks):
     x = np.float32([2, -2, -2, 2, 0, 2, 2, -2, 0, -2, 2])
     sim = simulate(ranks, (len(x),), make("uniform", bits=bits))
     assert np.allclose(step(sim, [x] * ranks), x, rtol=4 * EPS, atol=0)
-    sent = sim.engines[0].stats()["tensors"]["w"]["wire_bytes"]
+    sent = sim.runs[0].stats()["tensors"]["w"]["wire_bytes"]
     per_word = lanes(ranks * make("uniform", bits=bits).most)
     # The words and the proposal.
     assert sent == 4 * -(-len(x) // per_word) + 4
@@ -160,7 +160,7 @@ def test_gathered_integers_give_the_same_mean(communicator):
     compressor = make("uniform")
     summed, gathered = (simulate(3, (301,), compressor, communicator=name) for name in ("allreduce", communicator))
     assert np.array_equal(step(summed, xs), step(gathered, xs))
-    assert [sim.engines[0].stats()["tensors"]["w"]["wire_bytes"] for sim in (summed, gathered)] == [
+    assert [sim.runs[0].stats()["tensors"]["w"]["wire_bytes"] for sim in (summed, gathered)] == [
         101 * 4 + 4,
         301 + 4,
     ]

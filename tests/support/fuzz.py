@@ -251,9 +251,9 @@ def _trained(index: int) -> tuple[grace.Simulation, dict[str, Any], Any]:
     """Return a simulation at step 0, a state to load into it, and its contents now."""
     sim = grace.Simulation(1, TENSORS, {"granularity": "layer", "default_rules": False, **STATES[index]})
     _train(sim)
-    state = copy.deepcopy(sim.engines[0].state_dict())
-    sim.engines[0].reset()
-    return sim, state, _contents(sim.engines[0].state_dict())
+    state = copy.deepcopy(sim.runs[0].state_dict())
+    sim.runs[0].reset()
+    return sim, state, _contents(sim.runs[0].state_dict())
 
 
 def _train(sim: grace.Simulation) -> None:
@@ -263,14 +263,14 @@ def _train(sim: grace.Simulation) -> None:
 
 def _state(rng: Draw) -> bool:
     sim, good, before = _trained(rng.randrange(len(STATES)))
-    state, engine = copy.deepcopy(good), sim.engines[0]
+    state, run = copy.deepcopy(good), sim.runs[0]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if isinstance(state, dict):
             state = _edited(rng, state)
     try:
-        engine.load_state_dict(state, lambda saved, current: np.array(saved, current.dtype))
+        run.load_state_dict(state, lambda saved, current: np.array(saved, current.dtype))
     except StateError:
-        assert _contents(engine.state_dict()) == before, "half of a state was loaded"
+        assert _contents(run.state_dict()) == before, "half of a state was loaded"
         return False
     try:
         _train(sim)
@@ -278,7 +278,7 @@ def _state(rng: Draw) -> bool:
         return False
     finally:
         sim.network.buffers.clear()
-        engine.reset()
+        run.reset()
     return True
 
 
@@ -307,8 +307,8 @@ def _states(rng: Draw) -> bool:
         return False
     finally:
         sim.network.drop()
-        for engine in sim.engines:
-            engine.reset()
+        for run in sim.runs:
+            run.reset()
     return True
 
 

@@ -174,10 +174,10 @@ def gradient(spec: TensorSpec, step: int, rank: int) -> np.ndarray:
 def gradients(sim, step, change=lambda name, rank, x: x):
     """Return the gradients of a step for each rank, as arrays of the framework. `change` may alter the NumPy arrays."""
     result = []
-    for rank, engine in enumerate(sim.engines):
+    for rank, run in enumerate(sim.runs):
         mine = {}
         for item in sim.plan.assignments:
-            spec, ops = item.spec, engine._ops(item.spec.device)
+            spec, ops = item.spec, run._ops(item.spec.device)
             x = change(spec.name, rank, gradient(spec, step, rank))
             mine[spec.name] = ops.reshape(array(ops, x, spec.dtype), spec.shape)
         result.append(mine)
@@ -185,7 +185,7 @@ def gradients(sim, step, change=lambda name, rank, x: x):
 
 
 def on_host(sim, merged):
-    ops = sim.engines[0]._ops("cpu")
+    ops = sim.runs[0]._ops("cpu")
     return [{name: host(ops, x) for name, x in mine.items()} for mine in merged]
 
 
@@ -195,24 +195,29 @@ def step(sim, number, **changes):
 
 def step_at_rest(sim, number, *tensors):
     """Take a step in which some tensors do not train."""
-    for engine, mine in zip(sim.engines, gradients(sim, number), strict=True):
+    for run, mine in zip(sim.runs, gradients(sim, number), strict=True):
         for name, x in mine.items():
-            engine.rest(name, 0.1) if name in tensors else engine.ready(name, x, 0.1)
-    poll_all(sim.engines)
-    return on_host(sim, [engine.finish() for engine in sim.engines])
+            run.current.rest(name, 0.1) if name in tensors else run.current.ready(name, x, 0.1)
+    poll_all(sim.runs)
+    return on_host(sim, [run.finish() for run in sim.runs])
+
+
+def go_to_step(run, step):
+    """Go on as if this were the number of the next step."""
+    run.discard({module: now._replace(step=step) for module, now in run.states.items()})
 
 
 def states(sim):
     """Return copies of all states: by rank, unit, component and field."""
-    ops = sim.engines[0]._ops("cpu")
+    ops = sim.runs[0]._ops("cpu")
     return [
         {
             (name, kind, field): host(ops, value)
-            for name, tensor in engine.state_dict()["tensors"].items()
+            for name, tensor in run.state_dict()["tensors"].items()
             for kind in ("memory", "compressor")
             for field, value in tensor[kind].items()
         }
-        for engine in sim.engines
+        for run in sim.runs
     ]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from grace.core.errors import GraceError
 from grace.core.ops import native
-from grace.core.step.engine import Engine
+from grace.core.step.step import Step
 
 # Bytes of the arrays that are copied to measure the bandwidth, beyond the caches of common processors.
 COPIED = 128 * 1024**2
@@ -68,7 +68,7 @@ class Meter:
         if native.module is not None:
             self._watch(native.module, "run", self._kernel)
         for name in ENTRIES:
-            self._watch(Engine, name, self._entry)
+            self._watch(Step, name, self._entry)
         self._start = self._now()
         return self
 

@@ -1,28 +1,42 @@
-"""Statistics of the last step, from the notes of the engine."""
+"""Statistics of the last step, from the notes of the step."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from grace.core.config.registry import compressors
 from grace.core.observe.timeline import Times, spans, tensors_of
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, share
 from grace.core.plan.unit import Assignment, Piece, Unit, offsets
-from grace.core.state.state import Slots
+from grace.core.state.states import UnitStates
 from grace.core.transport.collectives import KINDS
 
+#: Numbers about a step, and arrays of at most one dimension, by their kind and the name of a unit or bucket.
+Notes: TypeAlias = dict[tuple[str, str], Any]
 
-def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], ArrayOps], norms: bool) -> dict[str, Any]:
-    """Return the statistics that `Engine.stats` describes; with `norms`, measure the residuals now."""
+
+def statistics(
+    plan: Plan,
+    notes: Notes,
+    states: Mapping[str, UnitStates],
+    step: int,
+    times: Times,
+    ops: Callable[[str], ArrayOps],
+    norms: bool,
+) -> dict[str, Any]:
+    """Return the statistics that `Run.stats` describes; with `norms`, measure the residuals of the states."""
 
     def noted(kind: str, name: str) -> int:
-        return int(slots.noted(kind, name) or 0)
+        return int(notes.get((kind, name)) or 0)
 
-    numbers = functools.cache(slots.numbers)
+    @functools.cache
+    def numbers(kind: str, name: str) -> list[float]:
+        return [float(x) for x in notes.get((kind, name), ())]
+
     # By unit, where each of its pieces stands in the notes about them.
     order = {u.spec.name: {place: i for i, place in enumerate(offsets(u))} for u in plan.units}
 
@@ -54,8 +68,8 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
     def residual_norm(name: str) -> float | None:
         squares = 0.0
         for unit, offset, piece in plan.places.get(name, ()):
-            known = norms and unit.spec.name in slots
-            residual = slots.read(unit.spec.name)["memory"].get("residual") if known else None
+            known = norms and unit.spec.name in states
+            residual = states[unit.spec.name]["memory"].get("residual") if known else None
             if residual is None:
                 return None
             squares += float(ops(unit.spec.device).norm(residual[offset : offset + piece.numel])) ** 2
@@ -63,8 +77,8 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
 
     def volume(item: Assignment) -> float | None:
         for unit, _, _ in plan.places.get(item.spec.name, ()):
-            if unit.tuning and unit.spec.name in slots:
-                return unit.tuning.volume(slots.read(unit.spec.name)["compressor"])
+            if unit.tuning and unit.spec.name in states:
+                return unit.tuning.volume(states[unit.spec.name]["compressor"])
         return None
 
     tensors: dict[str, dict[str, Any]] = {}
@@ -102,7 +116,7 @@ def statistics(plan: Plan, slots: Slots, times: Times, ops: Callable[[str], Arra
     collectives = {kind: sum(noted(kind, bucket.name) for bucket in plan.buckets) for kind in KINDS}
     collectives["allreduce"] += dense
     return {
-        "step": int(slots.step),
+        "step": step,
         "wire_bytes": sum(sent.values()) + dense,
         "collectives": collectives,
         "dense_bytes": sum(item.spec.nbytes for item in plan.assignments),
@@ -118,7 +132,7 @@ _TIMED = ("compress", "wait", "merge")
 
 
 def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers about the whole model in what `Engine.stats` has returned, as `Exchange.scalars` describes."""
+    """Return the numbers about the whole model in what `Run.stats` has returned, as `Exchange.scalars` describes."""
     wire, dense = float(stats["wire_bytes"]), float(stats["dense_bytes"])
     found = {"wire_bytes": wire, "dense_bytes": dense, "ratio": wire / dense if dense else 1.0}
     for phase in _TIMED:

@@ -75,6 +75,15 @@ class Times:
         self._timeline = None
 
 
+class ModuleTimes(Times):
+    """Moments of the last step of every module, for a framework that reduces a model module by module."""
+
+    def finish(self, step: Any, plan: Plan, sent: Callable[[str], Any]) -> None:
+        marks, self._marks = self._marks, {}
+        self._last = {**self._last, **marks}
+        self.write(int(step), plan, marks, sent)
+
+
 def moments_of(plan: Plan) -> list[tuple[str, str]]:
     """Return the moments of a step that exist in a graph, too: those at which arrays become available."""
     found = [("ready", item.spec.name) for item in plan.exchanged]
@@ -91,7 +100,7 @@ def tensors_of(bucket: Bucket) -> list[str]:
 
 
 def spans(plan: Plan, moments: Moments) -> Spans:
-    """Return each bucket's phases as (begin, end), as `Engine.stats` defines them; None if unknown."""
+    """Return each bucket's phases as (begin, end), as `Run.stats` defines them; None if unknown."""
     if any(("arrived", bucket.name) not in moments for bucket in plan.buckets):
         return {bucket.name: dict.fromkeys(PHASES) for bucket in plan.buckets}
     idle = max((moments["handed", bucket.name] for bucket in plan.buckets), default=0.0)

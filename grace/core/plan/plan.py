@@ -63,6 +63,21 @@ class Plan:
         return {unit.spec.name: unit for unit in (*self.units, *onward)}
 
     @cached_property
+    def assignment_of(self) -> dict[str, Assignment]:
+        """The assignment of each tensor that the engine exchanges, by the name of the tensor."""
+        return {item.spec.name: item for item in self.exchanged}
+
+    @cached_property
+    def bucket_of(self) -> dict[str, Bucket]:
+        """The bucket of each unit, by the name of the unit."""
+        return {unit.spec.name: bucket for bucket in self.buckets for unit in bucket.units}
+
+    @cached_property
+    def needing_norm(self) -> frozenset[str]:
+        """The tensors whose memories need the norm of all their gradients together."""
+        return frozenset(item.spec.name for item in self.exchanged if item.memory.needs_norm)
+
+    @cached_property
     def places(self) -> dict[str, list[tuple[Unit, int, Piece]]]:
         """Places of each tensor, in element order: the unit, the offset in it, and the piece of the tensor there."""
         found: dict[str, list[tuple[Unit, int, Piece]]] = {item.spec.name: [] for item in self.exchanged}
@@ -98,11 +113,16 @@ class Plan:
 
     def windows(self, rank: int) -> dict[str, tuple[int, int]]:
         """Return by tensor the range of the elements whose mean a rank gets: the first, and the end."""
-        windows = {}
-        for tensor, places in self.places.items():
-            pieces = [piece for unit, _, piece in places if unit.is_merged_by(rank)]
-            windows[tensor] = (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
-        return windows
+        if rank not in self._windows:
+            self._windows[rank] = windows = {}
+            for tensor, places in self.places.items():
+                pieces = [piece for unit, _, piece in places if unit.is_merged_by(rank)]
+                windows[tensor] = (pieces[0].start, pieces[-1].stop) if pieces else (0, 0)
+        return self._windows[rank]
+
+    @cached_property
+    def _windows(self) -> dict[int, dict[str, tuple[int, int]]]:
+        return {}
 
     def only(self, tensors: Collection[str]) -> Plan:
         """Return the part of the plan with these tensors, which share no bucket with others."""
@@ -169,6 +189,18 @@ class Plan:
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(lines)
+
+
+def join(plans: Sequence[Plan]) -> Plan:
+    """Return the plans of several modules as one."""
+    if len(plans) == 1:
+        return plans[0]
+    return Plan(
+        tuple(bucket for plan in plans for bucket in plan.buckets),
+        tuple(item for plan in plans for item in plan.exchanged),
+        tuple(item for plan in plans for item in plan.delegated),
+        tuple(dict.fromkeys(text for plan in plans for text in plan.warnings)),
+    )
 
 
 class Modules(NamedTuple):

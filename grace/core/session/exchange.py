@@ -6,7 +6,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 from grace.core.config.config import Config, change_config
 from grace.core.config.recommended import Optimizer, warn_of_pairs
@@ -15,55 +15,22 @@ from grace.core.guards.agreement import Meeting, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.announcement import announce, warn
 from grace.core.observe.statistics import scalars
-from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
+from grace.core.state.checkpoint import saved_carrying
 from grace.core.state.merge import in_rank_order
-from grace.core.state.state import saved_carrying
-from grace.core.step.engine import Plans
+from grace.core.state.run import Run
 
 
-class _Driver(Protocol):
-    """An engine, or what takes its place; `grace.core.step.engine.Engine` describes the methods."""
-
-    track_norms: bool
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def step(self) -> Any: ...
-    @property
-    def times(self) -> Times: ...
-    @property
-    def shared_states(self) -> dict[str, Array]: ...
-    def check_idle(self, call: str) -> None: ...
-    def change(self, plan: Plan) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(
-        self, state: dict[str, Any], convert: Callable[[Array, Array], Array], plans: Plans | None = None
-    ) -> bool: ...
-    def merge_state_dicts(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        before: Plan,
-        convert: Callable[[Array, Array], Array],
-        plans: Plans | None = None,
-    ) -> list[str]: ...
-
-
-D = TypeVar("D", bound=_Driver)
-
-
-class Exchange(ABC, Generic[D]):
+class Exchange(ABC):
     """The plan, the statistics and the state of an exchange, and their changes in mid-run; the base of every adapter.
 
-    `engines` are those of the ranks in this process: one, more in a simulation, none while the tensors are unknown. All
+    `runs` are those of the ranks in this process: one, more in a simulation, none while the tensors are unknown. All
     of them have the plan of `config`. `ops(device)` returns the array operations, and `delegate` says what the adapter
     exchanges itself. `prefix` begins the names of collectives and buckets. `world` has rank and size among all
-    processes per engine, which name the files of timelines.
+    processes per run, which name the files of timelines.
     """
 
     # The exchange as its users call it.
@@ -77,7 +44,7 @@ class Exchange(ABC, Generic[D]):
         self,
         config: Config,
         specs: Sequence[TensorSpec],
-        engines: Sequence[D],
+        runs: Sequence[Run],
         ops: Callable[[str], ArrayOps],
         *,
         rank: int = 0,
@@ -87,7 +54,7 @@ class Exchange(ABC, Generic[D]):
         world: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.config, self.rank, self.ranks, self.prefix = config, rank, ranks, prefix
-        self._specs, self._engines, self._ops = specs, engines, ops
+        self._specs, self._runs, self._ops = specs, runs, ops
         self._delegate, self._world = delegate, world
         self._changes = 0
         #: The optimizers that apply the merged gradients, as far as they are known.
@@ -103,14 +70,14 @@ class Exchange(ABC, Generic[D]):
         return self.ranks.size
 
     @property
-    def engines(self) -> Sequence[D]:
-        """The engines of the ranks in this process."""
-        return self._engines
+    def runs(self) -> Sequence[Run]:
+        """The runs of the ranks in this process."""
+        return self._runs
 
     @property
-    def engine(self) -> D:
-        """The engine of this process; in a simulation that of rank 0."""
-        return self.engines[0]
+    def run(self) -> Run:
+        """The run of this process; in a simulation that of rank 0."""
+        return self.runs[0]
 
     @abstractmethod
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
@@ -160,7 +127,7 @@ class Exchange(ABC, Generic[D]):
     @property
     def plan(self) -> Plan:
         """The plan for the next step: how each tensor is exchanged."""
-        return self.engine.plan
+        return self.run.plan
 
     def report(self) -> str:
         """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
@@ -169,9 +136,9 @@ class Exchange(ABC, Generic[D]):
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
 
-        `grace.core.step.engine.Engine.stats` describes the keys.
+        `grace.core.state.run.Run.stats` describes the keys.
         """
-        return self.engine.stats()
+        return self.run.stats()
 
     def scalars(self) -> dict[str, float]:
         """Return the main numbers of `stats` by name, for TensorBoard, Weights & Biases and other loggers.
@@ -192,21 +159,21 @@ class Exchange(ABC, Generic[D]):
         """
         plan, where = None, f"{self.called}.change"
         with Meeting(lambda mine: self._gather([mine], "change", f"{where}()"), where) as meeting:
-            for engine in self.engines:
-                engine.check_idle("change")
+            for run in self.runs:
+                run.check_idle("change")
             config = change_config(self.config, changes)
             if self._speaks:
                 for optimizer in self.optimizers:
                     warn_of_pairs(config, optimizer, self.config)
             meeting.mine["configuration"] = config.to_dict()
-            if self.engines:
+            if self.runs:
                 plan = self._plan_of(config)
-                meeting.mine.update({"step": int(self.engine.step), "formats": formats([plan], self._ops)})
+                meeting.mine.update({"step": int(self.run.step), "formats": formats([plan], self._ops)})
         if plan is not None:
             self._changes += 1
-            for engine in self.engines:
-                engine.change(plan)
-            self.announce([(0, plan)], int(self.engine.step))
+            for run in self.runs:
+                run.change(plan)
+            self.announce([(0, plan)], int(self.run.step))
         self.config = config
 
     def check_replicas(self) -> None:
@@ -219,41 +186,41 @@ class Exchange(ABC, Generic[D]):
 
     def _compare(self, weights: Mapping[str, Array]) -> None:
         compare(
-            [(int(engine.step), self._digests(engine, weights)) for engine in self.engines],
+            [(int(run.step), self._digests(run, weights)) for run in self.runs],
             lambda values, purpose: self._gather(values, purpose, "the comparison of replicas"),
             self.rank,
         )
 
-    def _digests(self, engine: D, weights: Mapping[str, Array]) -> dict[str, int]:
-        """Return digests of weights and of an engine's shared states."""
-        return {name: self._digest(x) for name, x in {**weights, **engine.shared_states}.items()}
+    def _digests(self, run: Run, weights: Mapping[str, Array]) -> dict[str, int]:
+        """Return digests of weights and of an run's shared states."""
+        return {name: self._digest(x) for name, x in {**weights, **run.shared_states}.items()}
 
     @property
     def track_norms(self) -> bool:
         """True if each step measures errors and norms for stats(). This costs a decompression per tensor and step."""
-        return self.engine.track_norms
+        return self.run.track_norms
 
     @track_norms.setter
     def track_norms(self, value: bool) -> None:
-        for engine in self.engines:
-            engine.track_norms = value
+        for run in self.runs:
+            run.track_norms = value
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome trace of all further steps to `path`; several ranks add ".rankN" before its suffix.
 
         Raises ConfigError if the file cannot be written.
         """
-        for engine, (rank, size) in zip(self.engines, self._world, strict=True):
-            engine.times.start(path, rank, size)
+        for run, (rank, size) in zip(self.runs, self._world, strict=True):
+            run.times.start(path, rank, size)
 
     def stop_timeline(self) -> None:
         """Stop writing the timeline."""
-        for engine in self.engines:
-            engine.times.stop()
+        for run in self.runs:
+            run.times.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the states of this rank; every rank must save its own."""
-        return self.engine.state_dict()
+        return self.run.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
         """Load a result of `state_dict`. Return whether the run continues exactly.
@@ -265,27 +232,27 @@ class Exchange(ABC, Generic[D]):
         StateError if a state belongs to other tensors, methods, shapes or dtypes, or is damaged, or if a rank's state
         is missing; then nothing was loaded.
         """
-        self.engine.check_idle("load_state_dict")
-        exact, told = self._load(self.engine, self.rank, state)
+        self.run.check_idle("load_state_dict")
+        exact, told = self._load(self.run, self.rank, state)
         if told:
             self._warn(told)
         return exact
 
-    def _load(self, engine: D, rank: int, state: Any) -> tuple[bool, str]:
+    def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
         """Load a state, or those of all ranks; return whether the run continues exactly, and what the user is told.
 
         The caller warns at the end, because a warning may be an error.
         """
         if not isinstance(state, list):
-            exact = engine.load_state_dict(state, self._place, self._plans_carrying)
+            exact = run.load_state_dict(state, self._place, self._plans_carrying)
             return exact, "" if exact else self._of_another_rank(state, rank)
         states = in_rank_order(state)
         if len(states) == self.size:
-            return engine.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
-        lost = self._merge(engine, states)
+            return run.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
+        lost = self._merge(run, states)
         return False, self._of_other_ranks(len(states), lost)
 
-    def _merge(self, engine: D, states: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _merge(self, run: Run, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Load the states of all ranks of a run with another number of ranks; return what could not be continued."""
         size, step, saved = len(states), int(states[0]["step"]), states[0]["tensors"]
         carrying = saved_carrying(saved)
@@ -296,7 +263,7 @@ class Exchange(ABC, Generic[D]):
                 continue
             plan = next(plan for first, plan in reversed(plans) if first <= step)
             if plan.stateful.keys() == saved.keys():
-                return engine.merge_state_dicts(states, plan, self._place, self._plans_carrying)
+                return run.merge_state_dicts(states, plan, self._place, self._plans_carrying)
         raise self._no_plan(states)
 
     def _possible_ranks(self, size: int) -> list[Ranks]:

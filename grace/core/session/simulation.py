@@ -1,4 +1,4 @@
-"""N ranks inside one process: the real engine over a transport that only passes arrays between objects."""
+"""N ranks inside one process: the real steps over a transport that only passes arrays between objects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.session.exchange import Exchange
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
+from grace.core.state.checks import check_mapping, show
 from grace.core.state.merge import in_rank_order
-from grace.core.state.state import check_mapping, shown
+from grace.core.state.run import Run
 from grace.core.step.bucket_step import BucketStep
-from grace.core.step.engine import Engine, Snapshot
 from grace.core.step.unit_step import UnitStep
 from grace.core.transport.collectives import Program, Reduction
 from grace.core.transport.transport import Handle, Transport
@@ -174,14 +174,19 @@ def _in_lock_step(programs: Sequence[Program[T]], ops: ArrayOps) -> list[T]:
     return run_programs(programs, transports, "unit")
 
 
-def poll_all(engines: Sequence[Engine]) -> None:
-    """Run all rounds of engines that share an exchange; no rank waits for a round that another has not started."""
+def poll_all(runs: Sequence[Run]) -> None:
+    """Run all rounds of the steps of runs that share an exchange; no rank waits for a round that another lacks."""
     advanced = True
     while advanced:
-        advanced = any(list(map(Engine.poll, engines)))
+        # Every run takes its turn.
+        advanced = any(list(map(_poll, runs)))
 
 
-class Simulation(Exchange[Engine]):
+def _poll(run: Run) -> bool:
+    return run.current.poll()
+
+
+class Simulation(Exchange):
     """`size` ranks that train in lock step inside one process, with the numerics of a real run.
 
     `tensors` has the shapes of float32 tensors by name, or a `TensorSpec` for each. `config` is what `make_config`
@@ -215,17 +220,16 @@ class Simulation(Exchange[Engine]):
         refuse_typos(options, type(self), "Simulation")
         made = make_config(config, **options)
         specs = as_specs(tensors)
-        (_, plan), *later = make_plans(specs, made, ranks=Ranks(size))
+        stages = make_plans(specs, made, ranks=Ranks(size))
         self.network = _Network(size)
 
         def ops(device: str) -> ArrayOps:
             return get_ops(framework, device)
 
         transports = [SimulatedTransport(rank, self.network, ops("cpu")) for rank in range(size)]
-        options = {"seed": made.seed, "average": average, "rollback": made.rollback, "later": later}
-        engines = [Engine(plan, ops, t, **options) for t in transports]
-        super().__init__(made, specs, engines, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
-        self.announce([(0, plan), *later])
+        runs = [Run(stages, ops, t, seed=made.seed, average=average, rollback=made.rollback) for t in transports]
+        super().__init__(made, specs, runs, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
+        self.announce(stages)
 
     def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
         """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
@@ -234,23 +238,26 @@ class Simulation(Exchange[Engine]):
         for a missing or unknown gradient, another shape or dtype, or a missing learning rate. A step that fails leaves
         all states as they were; with `rollback = false`, memories start from zero.
         """
-        if is_due(self.engine.completed, self.config.check_replicas):
+        if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
-        before = [engine.before_step() for engine in self.engines]
         try:
-            for engine, mine in zip(self.engines, gradients, strict=True):
+            for run, mine in zip(self.runs, gradients, strict=True):
                 for name, gradient in mine.items():
-                    engine.ready(name, gradient, lr)
-            poll_all(self.engines)
-            return [engine.finish() for engine in self.engines]
+                    run.current.ready(name, gradient, lr)
+            poll_all(self.runs)
+            outcomes = [run.current.finish() for run in self.runs]
         except BaseException:
-            self._restore(before)
+            for run in self.runs:
+                run.discard()
             self.network.drop()
             raise
+        for run, outcome in zip(self.runs, outcomes, strict=True):
+            run.commit(outcome)
+        return [outcome.merged for outcome in outcomes]
 
     def stats(self, rank: int = 0) -> dict[str, Any]:
-        """Return the statistics of a rank in the last step; see `grace.core.step.engine.Engine.stats`."""
-        return self.engines[rank].stats()
+        """Return the statistics of a rank in the last step; see `grace.core.state.run.Run.stats`."""
+        return self.runs[rank].stats()
 
     def scalars(self, rank: int = 0) -> dict[str, float]:
         """Return the main numbers of a rank in the last step; see `grace.core.session.exchange.Exchange.scalars`."""
@@ -258,37 +265,34 @@ class Simulation(Exchange[Engine]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the states of all ranks: the key "ranks" has a list with one mapping per rank."""
-        return {"ranks": [engine.state_dict() for engine in self.engines]}
+        return {"ranks": [run.state_dict() for run in self.runs]}
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
         """Load a result of `state_dict`, or a list with the states of all ranks of any run.
 
         See `grace.core.session.exchange.Exchange.load_state_dict`.
         """
-        for engine in self.engines:
-            engine.check_idle("load_state_dict")
+        for run in self.runs:
+            run.check_idle("load_state_dict")
         ranks = state if isinstance(state, list) else check_mapping(state, "the state of a simulation").get("ranks")
         if not isinstance(ranks, Sequence) or not ranks:
             raise StateError(
-                f"checkpoint, ranks: expected a list with one state per rank, received {shown(ranks)}; load what "
+                f"checkpoint, ranks: expected a list with one state per rank, received {show(ranks)}; load what "
                 "Simulation.state_dict() has returned."
             )
         alone = ranks is not state and len(ranks) == self.size
         given = ranks if alone else [in_rank_order(ranks)] * self.size
-        before = [engine.snapshot() for engine in self.engines]
+        before = [run.states for run in self.runs]
         try:
-            loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.engines, given, strict=True))]
+            loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.runs, given, strict=True))]
         except Exception:
-            self._restore(before)
+            for run, states in zip(self.runs, before, strict=True):
+                run.discard(states)
             raise
         told = next((text for _, text in loaded if text), "")
         if told:
             self._warn(told)
         return all(exact for exact, _ in loaded)
-
-    def _restore(self, before: Sequence[Snapshot]) -> None:
-        for engine, snapshot in zip(self.engines, before, strict=True):
-            engine.restore(snapshot)
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Log the warnings of the plans; a simulation sends nothing that a user should know of."""

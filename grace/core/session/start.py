@@ -1,4 +1,4 @@
-"""Start of an exchange, the same in every adapter: its arguments, plans and engine, and what the ranks compare."""
+"""Start of an exchange, the same in every adapter: its arguments, plans and run, and what the ranks compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.spec import TensorSpec
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, MeetingTransport
 
 #: Horovod's arguments that no adapter supports, with the reasons.
@@ -98,19 +98,18 @@ class Session(Meeting):
         *,
         average: bool,
         delegate: Callable[[Assignment], bool] = lambda item: False,
-    ) -> Engine:
-        """Return the engine of this process, and describe its exchange to the other ranks.
+    ) -> Run:
+        """Return the run of this process, and describe its exchange to the other ranks.
 
-        The arguments are those of `Engine` and `Exchange`.
+        The arguments are those of `Run` and `Exchange`.
         """
         config, transport = self.config, self.transport
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate)
         self.mine.update(described(config, specs, [plan for _, plan in plans], ops))
-        (_, plan), *later = plans
-        engine = Engine(plan, ops, transport, seed=config.seed, average=average, rollback=config.rollback, later=later)
+        run = Run(plans, ops, transport, seed=config.seed, average=average, rollback=config.rollback)
         if transport.rank >= 0:
-            engine.times.start_as_told(*self.world)
-        return engine
+            run.times.start_as_told(*self.world)
+        return run
 
 
 def open_session(

@@ -12,16 +12,9 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan
 from grace.core.plan.unit import Piece, Unit, offsets
 from grace.core.spec import Array, State
-from grace.core.state.state import (
-    check_entry,
-    check_saved,
-    converted,
-    holders,
-    initial,
-    scales,
-    shown,
-    tensors_of,
-)
+from grace.core.state.carry import holders, scales
+from grace.core.state.checks import check_entry, check_saved, convert_state, show, tensors_of
+from grace.core.state.states import UnitStates, initial
 
 # Elements of an array.
 Place = slice | EllipsisType
@@ -109,11 +102,11 @@ class Merge:
         # In order, each once.
         self.lost: dict[str, None] = {}
 
-    def states(self) -> dict[str, dict[str, State]]:
+    def states(self) -> dict[str, UnitStates]:
         """Return the states of all units of the new plan. Raises StateError if a saved state does not fit the old."""
         keys = self._check()
         old, new = by_role(self._before), by_role(self._after)
-        made = {}
+        made: dict[str, UnitStates] = {}
         for role, units in new.items():
             before = old.get(role, [])
             same = {unit.pieces: unit for unit in before}
@@ -155,7 +148,7 @@ class Merge:
         name, old = unit.spec.name, self._before.stateful.get(unit.spec.name)
         if old is None or compressors.name_of(old.compressor) != compressors.name_of(unit.compressor):
             return fresh
-        return converted(
+        return convert_state(
             name, self._saved[0]["tensors"][name]["compressor"], fresh, self._convert, self._ops(unit.spec.device)
         )
 
@@ -210,9 +203,9 @@ class Merge:
     def _loaded(self, old: Unit, rank: int, key: str, like: Array, at: Place) -> Array | None:
         """Return elements of a saved array in the form of `like`; None if they have another shape or dtype."""
         saved = self._saved[rank]["tensors"][old.spec.name]["memory"][key][at]
-        if shown(saved) != shown(like):
+        if show(saved) != show(like):
             return None
-        return converted(old.spec.name, {key: saved}, {key: like}, self._convert, self._ops(old.spec.device))[key]
+        return convert_state(old.spec.name, {key: saved}, {key: like}, self._convert, self._ops(old.spec.device))[key]
 
     def _equal(self, unit: Unit, a: Array, b: Array) -> bool:
         return not bool(self._ops(unit.spec.device).any(a != b))
@@ -223,7 +216,7 @@ class Merge:
         self.lost[f"'{key}' of the memory '{memories.name_of(unit.memory)}' (tensor '{first}'{more})"] = None
         return fresh
 
-    def _hand_over(self, old: Unit, piece: Piece, offset: int, made: dict[str, dict[str, State]]) -> bool:
+    def _hand_over(self, old: Unit, piece: Piece, offset: int, made: Mapping[str, UnitStates]) -> bool:
         """Add a part of a residual, whose memory the new plan lacks, to the first residual of each chain.
 
         Return False if a chain has none, and some of it is lost.

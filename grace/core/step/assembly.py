@@ -68,19 +68,12 @@ class Outgoing:
     """Merged gradients of one step, as far as `rank` gets them.
 
     Those in `into` are written there if arrays can be changed in place. Of a tensor of which the rank gets only some
-    elements, both are flat arrays of these. `windows` says which (`Plan.windows`).
+    elements (`Plan.windows`), both are flat arrays of these.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        ops: Callable[[str], ArrayOps],
-        into: Mapping[str, Array],
-        rank: int,
-        windows: Mapping[str, tuple[int, int]],
-    ) -> None:
-        self._plan, self._ops, self._into, self._rank, self._windows = plan, ops, into, rank, windows
-        self._specs = {item.spec.name: item.spec for item in plan.exchanged}
+    def __init__(self, plan: Plan, ops: Callable[[str], ArrayOps], into: Mapping[str, Array], rank: int) -> None:
+        self._plan, self._ops, self._into, self._rank = plan, ops, into, rank
+        self._windows = plan.windows(rank)
         self._pieces: dict[str, list[tuple[int, Array]]] = {}
         self._places: dict[str, Array] = {}
         self._written: dict[str, int] = {}
@@ -92,7 +85,7 @@ class Outgoing:
         There is one if the unit is one contiguous stretch of an array that can be written to.
         """
         piece = unit.pieces[0]
-        spec, ops = self._specs[piece.tensor], self._ops(unit.spec.device)
+        spec, ops = self._plan.assignment_of[piece.tensor].spec, self._ops(unit.spec.device)
         if len(unit.pieces) > 1 or not self._goes_into_place(piece, ops) or spec.dtype != spec.work_dtype:
             return None
         start, stop = self._windows[piece.tensor]
@@ -142,7 +135,7 @@ class Outgoing:
     def _all(self, tensor: str, ops: ArrayOps) -> Array:
         """Return the flat array that becomes the tensor's merged gradient."""
         if tensor not in self._places:
-            spec, given, numel = self._specs[tensor], self._into.get(tensor), self._numel(tensor)
+            spec, given, numel = self._plan.assignment_of[tensor].spec, self._into.get(tensor), self._numel(tensor)
             self._places[tensor] = ops.empty(numel, spec.dtype) if given is None else ops.reshape(given, (numel,))
         return self._places[tensor]
 
@@ -151,7 +144,7 @@ class Outgoing:
         return stop - start
 
     def _shaped(self, tensor: str, x: Array, ops: ArrayOps) -> Array:
-        spec = self._specs[tensor]
+        spec = self._plan.assignment_of[tensor].spec
         return ops.reshape(x, spec.shape) if self._numel(tensor) == spec.numel else x
 
     def _count(self, piece: Piece, ops: ArrayOps) -> None:
@@ -162,7 +155,7 @@ class Outgoing:
             self.merged[tensor] = self._shaped(tensor, self._all(tensor, ops), ops) if given is None else given
 
     def _collect(self, ops: ArrayOps, piece: Piece, x: Array) -> None:
-        spec = self._specs[piece.tensor]
+        spec = self._plan.assignment_of[piece.tensor].spec
         pieces = self._pieces.setdefault(piece.tensor, [])
         pieces.append((piece.start, x))
         if len(pieces) == sum(unit.is_merged_by(self._rank) for unit, _, _ in self._plan.places[piece.tensor]):

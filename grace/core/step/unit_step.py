@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.config.registry import memories
@@ -14,12 +14,9 @@ from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
 from grace.core.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State, WeightedSum
+from grace.core.state.states import UnitStates
 from grace.core.wire.codings import coded
 from grace.core.wire.layout import sent_bytes
-
-# The states of a unit between two steps: {"memory": ..., "compressor": ...}.
-States = Mapping[str, State]
-
 
 # With at most this many elements, one operation on the dense result takes less time than one for each payload.
 _SMALL = 4096
@@ -60,7 +57,7 @@ class UnitStep:
     def __init__(
         self,
         unit: Unit,
-        states: States,
+        states: UnitStates,
         ops: ArrayOps,
         *,
         seed: int,
@@ -370,7 +367,7 @@ class UnitStep:
             bad = self.site.ops.bit_or(bad, flag)
         return bad
 
-    def _unless(self, bad: Array, gradient: Array, states: States) -> tuple[Array, dict[str, State]]:
+    def _unless(self, bad: Array, gradient: Array, states: UnitStates) -> tuple[Array, dict[str, State]]:
         """Return the gradient and the new states; NaN and the old states if the condition `bad` holds."""
         if bad is False:
             return gradient, dict(states)
@@ -432,7 +429,7 @@ def _states(places: Sequence[tuple[str, str]], values: Sequence[Array]) -> dict[
     return made
 
 
-def retuned(steps: Sequence[UnitStep], tallies: Sequence[tuple[Array, Array]], states: Sequence[State]) -> list[State]:
+def retune(steps: Sequence[UnitStep], tallies: Sequence[tuple[Array, Array]], states: Sequence[State]) -> list[State]:
     """Return the states of equal compressors after they learned from what all their units together sent."""
     # The tensors of a model may lie on several devices.
     ops = steps[0].site.ops

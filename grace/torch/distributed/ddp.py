@@ -79,12 +79,12 @@ class _Bucket:
 
 
 class GradientHook:
-    """The communication hook of a DDP model, which passes gradients to the engine of an exchange.
+    """The communication hook of a DDP model, which passes gradients to the run of an exchange.
 
     DDP calls it with each bucket of gradients during the backward pass. It compresses them and starts their exchange,
     without waiting for other ranks. Only comparisons of the ranks must end in time: in the first step at once, later
     before a tensor that stays dense is reduced. At the end of the backward pass, before DDP waits for the results, the
-    engine completes its own buckets. DDP makes new buckets after the first step, so everything goes by the names of
+    run completes its own buckets. DDP makes new buckets after the first step, so everything goes by the names of
     parameters.
 
     `parameters` are those of `parameters_of`. DDP passes no gradient of a parameter that was frozen when it was made.
@@ -103,7 +103,7 @@ class GradientHook:
         self._parameters = parameters
         self._names = {p: name for name, p in parameters.items()}
         self._kinds = {p: (p.dtype, p.device) for p in parameters.values() if p.requires_grad}
-        self._engine, self._way_back = exchange.engine, exchange.way_back
+        self._run, self._way_back = exchange.run, exchange.way_back
         # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass. Each of
         # them then has the index 0, and none is the last one.
         self._delayed = model.static_graph
@@ -111,7 +111,7 @@ class GradientHook:
         # How many gradients DDP passes in a step, and the parameters of those that it has passed in this one.
         self._count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
         self._passed: set[torch.Tensor] = set()
-        # The buckets and the gradients that the engine exchanges in this step.
+        # The buckets and the gradients that the run exchanges in this step.
         self._buckets: list[_Bucket] = []
         self._gradients: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
@@ -197,14 +197,14 @@ class GradientHook:
     def _begin(self) -> None:
         self._way_back.keep()
         self._exchange.start_comparing()
-        if not self._engine.completed:
+        if not self._run.completed:
             # Ranks at different stages of a schedule would start different collectives, and an error about these would
             # come first.
             self._exchange.finish_comparing()
 
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[p] for p in parameters]  # type: ignore[index]
-        buffer, by_engine = bucket.buffer(), {name for name in names if self._engine.exchanges(name)}
+        buffer, by_engine = bucket.buffer(), {name for name in names if self._run.exchanges(name)}
         if by_engine and buffer.is_sparse:
             raise StepError(
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
@@ -247,7 +247,7 @@ class GradientHook:
         """Start the mean of a tensor that stays dense, computed as DDP computes it."""
         # DDP's group does not check whether all ranks start the same, and cannot drop what they have started.
         self._exchange.finish_comparing()
-        size = self._engine.transport.size
+        size = self._run.transport.size
         if x.is_sparse:
             x.div_(size)
         else:
@@ -260,7 +260,7 @@ class GradientHook:
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.unscale_(gradient)
         self._gradients[name] = gradient
-        self._engine.ready(name, gradient, unused=self._used is not None and name not in self._used)
+        self._run.current.ready(name, gradient, unused=self._used is not None and name not in self._used)
 
     def _end(self) -> None:
         """Complete the step. An error is raised after DDP's own end, if this is a backward pass and DDP comes there."""
@@ -303,14 +303,14 @@ class GradientHook:
         self._exchange.finish_comparing()
         used = self._start_comparing_used()
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
-        for bucket in self._engine.plan.buckets:
-            self._take(self._engine.complete(bucket.name, into))
+        for bucket in self._run.plan.buckets:
+            self._take(self._run.current.complete(bucket.name, into))
         self._complete_buckets()
         # DDP drops the result of what no rank has used. It must not be missing in the residuals.
         rows = zip(sorted(self._gradients), used.wait().tolist(), strict=True) if used else ()
         unused = {name for name, is_used in rows if not is_used}
         # It counts the step, also if DDP reduced all tensors.
-        self._engine.finish(unused=unused)
+        self._run.finish(unused=unused)
         self._applied.exchanged(p for p in self._passed if self._names[p] not in unused)
         self._way_back.let_go()
         if self._exchange.loss_scale is not None:
@@ -322,7 +322,7 @@ class GradientHook:
             return None
         device = next(iter(self._gradients.values())).device
         used = torch.tensor([name in self._used for name in sorted(self._gradients)], dtype=torch.int32, device=device)
-        return self._engine.transport.allreduce(used, op="max", name=f"{self._exchange.prefix}/used parameters")
+        return self._run.transport.allreduce(used, op="max", name=f"{self._exchange.prefix}/used parameters")
 
     def _take(self, merged: Mapping[str, torch.Tensor]) -> None:
         """Put merged gradients in their places, and complete the buckets of DDP that are whole."""
@@ -337,16 +337,16 @@ class GradientHook:
         self._complete_buckets()
 
     def _dense(self, name: str) -> str:
-        return f"step {int(self._engine.step)}, the gradient of '{name}', which stays dense"
+        return f"step {int(self._run.step)}, the gradient of '{name}', which stays dense"
 
     def _complete_buckets(self) -> None:
         for bucket in self._buckets:
             if not bucket.missing and not bucket.future.done():
                 for name, work in bucket.reductions.items():
-                    wait_for(work, bucket.buffer, self._engine.transport, functools.partial(self._dense, name))
+                    wait_for(work, bucket.buffer, self._run.transport, functools.partial(self._dense, name))
                 if bucket.taken is not None and bucket.taken.summed:
                     for x in bucket.taken.tensors:
-                        x.mul_(self._engine.transport.size)
+                        x.mul_(self._run.transport.size)
                 bucket.complete()
 
     def _clear(self) -> None:

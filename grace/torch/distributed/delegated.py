@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
 from grace.core.transport.transport import Handle
 from grace.torch.distributed.transport import ProcessGroupTransport
 
@@ -22,14 +22,14 @@ class Delegated:
     def __init__(
         self,
         connect: Callable[[str], ProcessGroupTransport],
-        engine: Engine,
+        run: Run,
         names: Mapping[torch.nn.Parameter, str],
         *,
         average: bool,
         predivide: float,
         sparse_as_dense: bool,
     ) -> None:
-        self._connect, self._engine, self._names = connect, engine, names
+        self._connect, self._run, self._names = connect, run, names
         self._average, self._predivide, self._sparse_as_dense = average, predivide, sparse_as_dense
         self._transport: ProcessGroupTransport | None = None
         # By tensor, the gradients that wait for their turn, and what waits for the results of the others.
@@ -55,7 +55,7 @@ class Delegated:
         p.grad = gradient
         self._arrived[name] = gradient.to_dense() if gradient.is_sparse and self._sparse_as_dense else gradient
         # The backward pass reaches the last tensors first.
-        for item in reversed(self._engine.plan.delegated):
+        for item in reversed(self._run.plan.delegated):
             if item.spec.name in self._started:
                 continue
             if item.spec.name not in self._arrived:

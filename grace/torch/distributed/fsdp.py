@@ -26,13 +26,14 @@ from grace.core.config.config import Config
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import agree, formats
+from grace.core.observe.timeline import ModuleTimes
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.session.start import Request, Session, described, open_session
 from grace.core.spec import Ranks, TensorSpec
-from grace.core.state.state import check_mapping
-from grace.core.step.engine import Engine
-from grace.core.step.modules import ModuleEngines, ModuleTimes
+from grace.core.state.checks import check_mapping
+from grace.core.state.run import Run
+from grace.core.step.step import Step
 from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
 from grace.torch.exchange import OPS
@@ -111,15 +112,14 @@ class ShardedExchange(ModelExchange):
         model: torch.nn.Module,
         session: Session,
         specs: Sequence[TensorSpec],
-        engines: ModuleEngines,
+        run: Run,
         library: TorchDistributed,
         *,
         modules: Modules,
         tensors: Mapping[str, _Tensor],
         part: tuple[int, int] | None,
     ) -> None:
-        # It answers for the engines of all modules.
-        super().__init__(session, specs, cast(Engine, engines), library, {}, delegate=_is_dense)
+        super().__init__(session, specs, run, library, {}, delegate=_is_dense)
         self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.way_back.forget = self._forget
@@ -144,8 +144,8 @@ class ShardedExchange(ModelExchange):
         state = super().state_dict()
         return state if self.part is None else {**state, "part": list(self.part)}
 
-    def _load(self, engine: Engine, rank: int, state: Any) -> tuple[bool, str]:
-        return super()._load(engine, rank, self._of_part(state))
+    def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
+        return super()._load(run, rank, self._of_part(state))
 
     def _of_part(self, state: Any) -> Any:
         """Return a state, or of a list those of the ranks that hold this rank's part.
@@ -205,8 +205,8 @@ class ShardedExchange(ModelExchange):
 class _Reduction:
     """The exchange of one module's gradients, in place of a collective that FSDP would call."""
 
-    def __init__(self, group: _Group, engine: Engine, exchange: ShardedExchange, process_group: Any) -> None:
-        self._group, self._engine, self._exchange = group, engine, exchange
+    def __init__(self, group: _Group, exchange: ShardedExchange, process_group: Any) -> None:
+        self._group, self._exchange, self._run = group, exchange, exchange.run
         self._process_group = process_group
         self._names = {tensor.sharded: tensor for tensor in group.tensors}
 
@@ -236,15 +236,20 @@ class _Reduction:
 
     def _finish(self, into: Mapping[str, torch.Tensor], factor: float) -> None:
         """Complete the step, and write each mean times the factor to its place."""
-        for name, merged in self._engine.finish(into).items():
+        for name, merged in self._run.finish(into, module=self._group.name).items():
             if name in into:
                 if merged.data_ptr() != into[name].data_ptr():
                     into[name].copy_(merged.view(-1))
                 if factor != 1:
                     into[name].mul_(factor)
 
+    @property
+    def _step(self) -> Step:
+        """The module's step under way."""
+        return self._run.current_of(self._group.name)
+
     def _dense(self) -> str:
-        return f"step {int(self._engine.step)}, the dense gradients of module '{self._group.name}'"
+        return f"step {self._step.number}, the dense gradients of module '{self._group.name}'"
 
     def _unscaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return gradients without the loss scale, in the dtype of their specs; x is changed if it has it.
@@ -253,7 +258,7 @@ class _Reduction:
         """
         scale = self._exchange.loss_scale
         wide = x.float() if scale is not None and x.dtype == torch.float16 else x
-        expected, received = self._engine.plan.exchanged[0].spec.dtype, str(wide.dtype).removeprefix("torch.")
+        expected, received = self._step.plan.exchanged[0].spec.dtype, str(wide.dtype).removeprefix("torch.")
         if received != expected:
             raise StepError(
                 f"module '{self._group.name}': expected gradients of {expected}, received {received}: the model was "
@@ -274,8 +279,8 @@ class _Reduction:
 class GradientScatter(_Reduction):
     """The reduce-scatter of a module's gradients: each rank gets the mean of its own part. FSDP calls it."""
 
-    def __init__(self, group: _Group, engine: Engine, exchange: ShardedExchange, process_group: Any) -> None:
-        super().__init__(group, engine, exchange, process_group)
+    def __init__(self, group: _Group, exchange: ShardedExchange, process_group: Any) -> None:
+        super().__init__(group, exchange, process_group)
         self._plain = group.params._reduce_scatter_comm
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -287,16 +292,16 @@ class GradientScatter(_Reduction):
     ) -> Any:
         """Reduce the rows of the input, one per rank, and write this rank's to the output."""
         with self._exchange.attempt():
-            if not self._engine.plan.buckets:
+            if not self._step.plan.buckets:
                 # It counts the step.
-                self._engine.finish()
+                self._finish({}, 1.0)
                 # Gloo's reduce-scatter does not tell when it is done, so grace cannot limit the wait.
                 return self._plain(output_tensor, input_tensor, group, op, async_op)
             self._scatter(output_tensor, input_tensor, op)
             return None
 
     def _scatter(self, output: torch.Tensor, data: torch.Tensor, op: Any) -> None:
-        rank, size = self._engine.transport.rank, self._engine.transport.size
+        rank, size = self._run.transport.rank, self._run.transport.size
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise StepError(
                 f"module '{self._group.name}': expected a reduction to the mean or the sum, received {op}. With "
@@ -307,16 +312,16 @@ class GradientScatter(_Reduction):
         rows = data.view(size, -1)
         merged = output if data.dtype == output.dtype else torch.zeros_like(output, dtype=data.dtype)
         into = {}
-        for tensor in _in_order(self._group.tensors, self._engine.plan):
+        for tensor in _in_order(self._group.tensors, self._step.plan):
             start = present.get(tensor.name)
             if start is None:
                 # Frozen since the start.
-                self._engine.rest(tensor.name)
+                self._step.rest(tensor.name)
                 continue
             parts = [rows[r, start : start + tensor.part(r)] for r in range(size) if tensor.part(r)]
             if tensor.part(rank):
                 into[tensor.name] = merged[start : start + tensor.part(rank)]
-            self._engine.ready_in_parts(tensor.name, parts)
+            self._step.ready_in_parts(tensor.name, parts)
         self._finish(into, 1.0 if op == dist.ReduceOp.AVG else float(size))
         self._scale_into(output, merged)
 
@@ -334,24 +339,24 @@ class ReplicaSum(_Reduction):
                 )
             # FSDP does not divide further if it was given a factor.
             total = self._group.params.gradient_divide_factor is not None
-            if not self._engine.plan.buckets:
+            if not self._step.plan.buckets:
                 mean_or_sum = dist.ReduceOp.SUM if total else dist.ReduceOp.AVG
                 work = dist.all_reduce(reduced, mean_or_sum, self._process_group, async_op=True)
                 assert work is not None
-                wait_for(work, reduced, self._engine.transport, self._dense)
-                self._engine.finish()
+                wait_for(work, reduced, self._run.transport, self._dense)
+                self._finish({}, 1.0)
                 return
             present = self._present(len(reduced))
             merged = self._unscaled(reduced)
             into = {}
-            for tensor in _in_order(self._group.tensors, self._engine.plan):
+            for tensor in _in_order(self._group.tensors, self._step.plan):
                 start, numel = present.get(tensor.name), tensor.local.numel()
                 if start is None:
-                    self._engine.rest(tensor.name)
+                    self._step.rest(tensor.name)
                     continue
                 into[tensor.name] = part = merged[start : start + numel]
-                self._engine.ready_in_parts(tensor.name, [part])
-            self._finish(into, float(self._engine.transport.size) if total else 1.0)
+                self._step.ready_in_parts(tensor.name, [part])
+            self._finish(into, float(self._run.transport.size) if total else 1.0)
             self._scale_into(reduced, merged)
 
 
@@ -406,14 +411,16 @@ def register_sharded(
             "modules": dict(modules.of),
             **described(made, whole, [], OPS),
         }
-        times, engines = ModuleTimes(), {}
-        for group in groups:
-            names = {tensor.name for tensor in group.tensors}
-            (_, first), *later = [(step, plan.only(names)) for step, plan in stages]
-            engines[group.name] = Engine(
-                first, OPS, transport, seed=made.seed, rollback=made.rollback, later=later, times=times
-            )
-        times.start_as_told(*library.world)
+        run = Run(
+            stages,
+            OPS,
+            transport,
+            seed=made.seed,
+            rollback=made.rollback,
+            modules={group.name: {tensor.name for tensor in group.tensors} for group in groups},
+            times=ModuleTimes(),
+        )
+        run.times.start_as_told(*library.world)
     if of_parts is not None:
         of_parts.close()
     # The ranks of other parts may have other units.
@@ -423,24 +430,23 @@ def register_sharded(
         lambda mine: transport.gather_objects(mine, f"{session.prefix}/formats", f"{where}()"),
         where,
     )
-    driver = ModuleEngines(engines, times)
     exchange = ShardedExchange(
         cast(torch.nn.Module, model),
         session,
         specs,
-        driver,
+        run,
         library,
         modules=modules,
         tensors=tensors,
         part=(mesh.shard_mesh_rank, mesh.shard_mesh_size) if isinstance(mesh, HSDPMeshInfo) else None,
     )
     if scaled:
-        exchange.loss_scale = LossScale(cast(torch.amp.GradScaler, grad_scaler), cast(Engine, driver))
+        exchange.loss_scale = LossScale(cast(torch.amp.GradScaler, grad_scaler), run)
         exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})
     model.set_reduce_scatter_unused_params(True)
     for group in groups:
         kind = ReplicaSum if replicated else GradientScatter
-        reduction = kind(group, driver.of(group.name), exchange, process_group)
+        reduction = kind(group, exchange, process_group)
         if replicated:
             _leave_replicas(group.params)
             group.module.set_all_reduce_hook(reduction)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from grace.core.errors import ConfigError
 from grace.core.session.start import check_predivide, is_mean
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
 from grace.torch.distributed.delegated import Delegated
 from grace.torch.distributed.hooks import hook
 from grace.torch.distributed.transport import ProcessGroupTransport
@@ -66,11 +66,11 @@ class TorchDistributed(Library):
         }
         return optimizer, names_of(optimizer, named_parameters)
 
-    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
+    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
         hook(wrapped, names, self._passes)
 
         def explain(name: str) -> str:
-            return f"step {engine.step}, the gradient of '{name}'"
+            return f"step {run.step}, the gradient of '{name}'"
 
         def connect(first: str) -> ProcessGroupTransport:
             transport = ProcessGroupTransport(
@@ -83,7 +83,7 @@ class TorchDistributed(Library):
             transport.explain = explain
             return transport
 
-        return Delegated(connect, engine, names, **self._options)
+        return Delegated(connect, run, names, **self._options)
 
     def drop(self, name: str, step: int) -> list[int]:
         self.transport.discard()

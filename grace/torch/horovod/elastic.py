@@ -78,16 +78,16 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
 
     def sync(self) -> None:
         exchange = self._exchange
-        engine, transport = exchange.engine, exchange.transport
+        run, transport = exchange.run, exchange.transport
         with Meeting(lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"), _WHERE) as meeting:
             meeting.mine = {**exchange.described(), **self._crew.described()}
         root = hvd.broadcast_object(self.value.state_dict(), root_rank=0, name="grace.sync")
         keeps = self._crew.met(meeting.everyone, transport.rank)
         if transport.rank != 0:
             # What is equal on all ranks is that of rank 0; residuals are this rank's own.
-            own = engine.memories()
-            engine.load_state_dict(root["grace"], exchange._place)
+            own = run.memories()
+            run.load_state_dict(root["grace"], exchange._place)
             if keeps:
-                engine.put_memories(own)
-            self.value.load_state_dict({**root, "grace": engine.state_dict()})
+                run.put_memories(own)
+            self.value.load_state_dict({**root, "grace": run.state_dict()})
         self.save()

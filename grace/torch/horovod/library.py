@@ -18,7 +18,7 @@ from grace.core.errors import ConfigError
 from grace.core.guards.elastic import refusal_of_process_sets
 from grace.core.session.start import is_mean
 from grace.core.spec import COMPLEX_DTYPES
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
 from grace.torch.horovod.delegated import Delegated
 from grace.torch.horovod.transport import HorovodTransport
 from grace.torch.library import Library
@@ -75,7 +75,7 @@ class Horovod(Library):
         )
         return wrapped, wrapped._parameter_names
 
-    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], engine: Engine, prefix: str) -> Delegated:
+    def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
         if self.transport.rank >= 0 and hvd.size() == 1 and not self.elastic:
             # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
             wrapped._register_hooks()

@@ -61,7 +61,7 @@ class GraceCallback(composer.Callback):
     def before_train_batch(self, state: composer.State, logger: composer.Logger) -> None:
         """Take note of the step."""
         if self.exchange is not None:
-            self._before = int(self.exchange.engine.step)
+            self._before = int(self.exchange.run.step)
 
     def after_train_batch(self, state: composer.State, logger: composer.Logger) -> None:
         """Refuse gradients that the exchange has not seen; log the scalars of the step."""
@@ -69,7 +69,7 @@ class GraceCallback(composer.Callback):
             return
         # Without it, an algorithm computes the batch again.
         final = getattr(state.model, "require_backward_grad_sync", True)
-        if final and int(self.exchange.engine.step) == self._before:
+        if final and int(self.exchange.run.step) == self._before:
             raise ConfigError(
                 "grace.torch.trainers.composer: DDP has not exchanged the gradients of this batch, so grace could not "
                 "compress them; leave ddp_sync_strategy='forced_sync' out of composer.Trainer."

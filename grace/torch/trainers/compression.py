@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from grace.core.config.config import Config
 from grace.core.errors import GraceWarning, StateError
-from grace.core.state.state import check_mapping, shown
+from grace.core.state.checks import check_mapping, show
 from grace.torch.exchange import Exchange
 from grace.torch.register import register
 
@@ -86,7 +86,7 @@ class Compression:
         states = check_mapping(state, "the state of grace").get("ranks") if state else []
         if not isinstance(states, list):
             raise StateError(
-                f"checkpoint, ranks: expected a list with one state per rank, received {shown(states)}; load what a "
+                f"checkpoint, ranks: expected a list with one state per rank, received {show(states)}; load what a "
                 "callback of grace has saved."
             )
         self._load(states)

@@ -117,7 +117,7 @@ def _simulated(config: grace.Config, parts: Any, merged: list[dict[str, np.ndarr
     equal, worst, lengths = True, {"wide": 0.0, "half": 0.0, "half sum": 0.0}, []
     for step, mine in enumerate(merged):
         expected = simulation.step([_gradients(step, rank) for rank in range(SIZE)])[RANK]
-        lengths.append([simulation.engines[RANK].stats()["wire_bytes"]] * 2)
+        lengths.append([simulation.runs[RANK].stats()["wire_bytes"]] * 2)
         for item in parts:
             name, theirs = item.spec.name, expected[item.spec.name]
             equal = equal and same(mine[name], theirs)
@@ -348,7 +348,7 @@ def wrong_gradients() -> dict[str, Any]:
         "errors": errors,
         "digest": digest(merged),
         "closed": outcome(lambda: exchange(good)),
-        "step": exchange.engine.step,
+        "step": exchange.run.step,
     }
 
 
@@ -422,7 +422,7 @@ def replicas() -> dict[str, Any]:
         weights["w"][3, 3] = 2.0
     results["other weights"] = outcome(lambda: exchange.check_replicas(weights))
     if RANK == SIZE - 1:
-        exchange.engine.snapshot().units["w"]["compressor"]["q"][0] += 1
+        exchange.run.units["w"]["compressor"]["q"][0] += 1
     results["states"] = outcome(lambda: exchange(weights))
     exchange.close()
     return results
@@ -486,7 +486,7 @@ def discarded() -> dict[str, Any]:
         with fails, mock.patch.object(mpi.transport, "NOTES_SECONDS", 0.5):
             error = "" if skips else outcome(lambda: without(given(9)))
         without.discard()
-        zero &= all(not x.any() for state in without.engine.memories().values() for x in state.values())
+        zero &= all(not x.any() for state in without.run.memories().values() for x in state.values())
     run(without, range(2))
     results["without roll-back"] = {"error": error, "equal": zero}
     # The last rank has one step less.

@@ -61,7 +61,7 @@ class Run:
         self._apply(DistributedGradientTape(tape, self.exchange).gradient(loss, variables))
 
     def held(self) -> np.ndarray:
-        return joined(self.exchange.engine.slots.of_this_rank)
+        return joined(self.exchange.run.slots.of_this_rank)
 
     def share(self) -> float:
         """Return the sum of what this rank holds back of the mean, also as the owner of shards."""
@@ -72,7 +72,7 @@ class Run:
         )
 
     def contents(self) -> str:
-        return digest([*self.model.weights, *self.model.optimizer.variables, *self.exchange.engine.slots.variables])
+        return digest([*self.model.weights, *self.model.optimizer.variables, *self.exchange.run.slots.variables])
 
 
 def elastic(way: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def elastic(way: str) -> dict[str, Any]:
         results["restored"] = [run.contents() == committed, state.batch]
         results["share"], count = [run.share()], len(run.model.optimizer.variables)
         state.on_reset()
-        results["step"] = run.exchange.engine.step
+        results["step"] = run.exchange.run.step
         results["variables"] = len(run.model.optimizer.variables) - count
         results["share"].append(run.share())
         results["stale"] = error_of(lambda: run.train(1)) if way == "apply" else ""
@@ -102,14 +102,14 @@ def elastic(way: str) -> dict[str, Any]:
             # As a process that has started just now, and has loaded something.
             run = Run(way)
             state = run.state()
-            for variable in run.exchange.engine.slots.of_this_rank:
+            for variable in run.exchange.run.slots.of_this_rank:
                 variable.assign(tf.ones_like(variable))
         run.start_anew()
         before = run.held()
         state.sync()
         results["own"] = bool((run.held() == before).all())
         results["holds"] = bool(run.held().any())
-        results["synchronized"] = [state.batch, run.exchange.engine.step, int(run.model.optimizer.iterations)]
+        results["synchronized"] = [state.batch, run.exchange.run.step, int(run.model.optimizer.iterations)]
         momentum = [v for v in run.model.optimizer.variables if "momentum" in v.path]
         results["momentum"] = [digest(momentum), bool(joined(momentum).any())]
         callbacks = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.CommitStateCallback(state)]
@@ -137,7 +137,7 @@ def elastic_change() -> dict[str, Any]:
     state.sync()
     run.start_anew()
     run.train(1, start=2)
-    return {**results, "step": run.exchange.engine.step, "weights": digest(run.model.weights)}
+    return {**results, "step": run.exchange.run.step, "weights": digest(run.model.weights)}
 
 
 def elastic_accumulation() -> dict[str, Any]:

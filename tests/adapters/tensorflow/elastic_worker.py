@@ -51,7 +51,7 @@ def held() -> float:
 def tell(what: str, batch: int) -> None:
     line = {"what": what, "rank": hvd.rank(), "size": hvd.size(), "batch": batch, "held": held(), "pid": os.getpid()}
     weights = sum(float(np.asarray(v, np.float64).sum()) for v in model.trainable_variables)
-    print(json.dumps({**line, "step": exchange.engine.step, "weights": weights}), flush=True)
+    print(json.dumps({**line, "step": exchange.run.step, "weights": weights}), flush=True)
 
 
 def data(batch: int) -> tuple[np.ndarray, np.ndarray]:

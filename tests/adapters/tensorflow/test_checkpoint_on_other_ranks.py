@@ -42,7 +42,7 @@ def in_variables(saved, exchange, monkeypatch, **options):
     states = []
     for mine in saved["ranks"]:
         rank = exchange_of(mine["rank"], mine["size"], monkeypatch, **options)
-        stages = rank.engine
+        stages = rank.run
         stages.slots.stage = stages._number_at(max(0, mine["step"] - 1))
         for name, entry in mine["tensors"].items():
             if name in stages.slots:
@@ -69,15 +69,15 @@ def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
     exchange = exchange_of(1, 2, monkeypatch, **options)
     states = in_variables(saved, exchange, monkeypatch, **options)
     monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (1, Ranks(2)))
-    for variable in exchange.engine.slots.of_this_rank:
+    for variable in exchange.run.slots.of_this_rank:
         variable.assign(tf.ones_like(variable))
     assert exchange.load_state_dict(states) is False
-    stages = exchange.engine
+    stages = exchange.run
     assert stages.step == steps
     assert stages.slots.origin.numpy().tolist() == [1, 2]
     stages.slots.stage = stages._number_at(max(0, steps - 1))
     found = 0
-    for name, kinds in expected.engines[1].snapshot().units.items():
+    for name, kinds in expected.runs[1].units.items():
         now = stages.slots.read(name)
         for kind, state in kinds.items():
             for key, value in state.items():

@@ -35,20 +35,20 @@ def test_variables_move_as_an_engine_does(options, steps, move, monkeypatch):
     rank, before, number, after = move
     sim = trained(before, steps, **options)
     exchange = exchange_of(rank, before, monkeypatch, **options)
-    stages = exchange.engine
+    stages = exchange.run
     exchange.load_state_dict(in_variables(sim.state_dict(), exchange, monkeypatch, **options)[rank])
     # The others that stay come first, so that this one gets its number.
     stay = [*[other for other in range(before) if other != rank][:number], rank]
-    expected = moved(sim, stay, after).engines[number]
+    expected = moved(sim, stay, after).runs[number]
     monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (number, Ranks(after)))
     assert exchange.move() == (before, after)
-    assert exchange.engine is not stages
-    assert len(exchange._variables) == len(exchange.engine.slots.variables)
-    assert exchange.engine.step == steps
-    assert exchange.engine.slots.origin.numpy().tolist() == [number, after]
-    slots, found = exchange.engine.slots, 0
-    slots.stage = exchange.engine._arrived_at(steps)
-    for name, kinds in expected.snapshot().units.items():
+    assert exchange.run is not stages
+    assert len(exchange._variables) == len(exchange.run.slots.variables)
+    assert exchange.run.step == steps
+    assert exchange.run.slots.origin.numpy().tolist() == [number, after]
+    slots, found = exchange.run.slots, 0
+    slots.stage = exchange.run._arrived_at(steps)
+    for name, kinds in expected.units.items():
         for kind, state in kinds.items():
             for key, value in state.items():
                 found += bool(value.any())

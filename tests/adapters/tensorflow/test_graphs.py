@@ -19,7 +19,8 @@ from grace.core.ops import get_ops
 from grace.core.ops.native import Native
 from grace.core.session.simulation import SimulatedTransport
 from grace.core.spec import TensorSpec
-from grace.core.step.engine import Engine
+from grace.core.state.run import Run
+from grace.core.state.states import States
 from grace.core.wire.codings import Coding
 from grace.testing import traced
 from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same
@@ -109,6 +110,34 @@ def test_bytes_that_differ_in_a_graph_are_noticed():
 # --- a whole step in a graph ------------------------------------------------------------------------------------
 
 
+class RunInVariables(Run):
+    """A run of one plan, with states, step number and statistics in variables."""
+
+    def __init__(self, slots, plan, *given, **options):
+        self._slots, self._plan = slots, plan
+        super().__init__([(0, plan)], *given, **options)
+
+    @property
+    def _states(self):
+        units = {name: self._slots.read(name) for name in self._plan.stateful}
+        return {"": States([(0, self._plan)], self._slots.step, units)}
+
+    @_states.setter
+    def _states(self, states):
+        for name, of_unit in states[""].units.items():
+            self._slots.write(name, of_unit)
+        self._slots.go_to(states[""].step)
+
+    def commit(self, outcome, module=""):
+        super().commit(outcome, module)
+        for (kind, name), value in outcome.notes.items():
+            self._slots.note(kind, name, value)
+
+    def stats(self):
+        self._last[""] = self._plan, self._slots.notes
+        return super().stats()
+
+
 class Graph:
     """A simulation whose steps are one graph, with states, step number, statistics and times in variables."""
 
@@ -122,7 +151,7 @@ class Graph:
         ops = get_ops("tensorflow")
         self.traces = 0
         self.plan = self.sim.plan
-        self.engines = self.sim._engines = []
+        self.runs = self.sim._runs = []
         for rank in range(size):
             slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
             slots.expect_notes(self.plan, track_norms, ())
@@ -130,9 +159,9 @@ class Graph:
             times.track = track_times
             times.expect(self.plan)
             transport = SimulatedTransport(rank, self.sim.network, ops)
-            given = {"seed": 5, "rollback": self.sim.config.rollback, "slots": slots, "times": times}
-            self.engines.append(Engine(self.plan, lambda device: ops, transport, **given))
-            self.engines[-1].track_norms = track_norms
+            given = {"seed": 5, "rollback": self.sim.config.rollback, "times": times}
+            self.runs.append(RunInVariables(slots, self.plan, lambda device: ops, transport, **given))
+            self.runs[-1].track_norms = track_norms
         self._run = tf.function(self._step, autograph=False)
 
     def _step(self, given):
@@ -193,8 +222,8 @@ def check_steps(chosen, **options):
         assert_close(chosen, expected, got)
         assert np.isnan(got[0]["matrix"]).any() == (number == 2)
         assert_close(chosen, states(reference), states(graph))
-        assert [e.stats()["wire_bytes"] for e in graph.engines] == [e.stats()["wire_bytes"] for e in reference.engines]
-        assert [int(engine.step) for engine in graph.engines] == [number + 1] * 2
+        assert [e.stats()["wire_bytes"] for e in graph.runs] == [e.stats()["wire_bytes"] for e in reference.runs]
+        assert [int(run.step) for run in graph.runs] == [number + 1] * 2
     assert graph.traces == 1
 
 
@@ -208,7 +237,7 @@ def test_statistics_of_tensors_in_a_graph_are_those_of_numpy(name):
     for number in range(2):
         step(reference, number)
         graph.step(gradients(graph, number))
-        for mine, theirs in zip(graph.engines, reference.engines, strict=True):
+        for mine, theirs in zip(graph.runs, reference.runs, strict=True):
             found, expected = mine.stats()["tensors"], theirs.stats()["tensors"]
             for tensor, values in expected.items():
                 assert found[tensor]["wire_bytes"] == values["wire_bytes"], tensor
@@ -222,7 +251,7 @@ def test_ranks_at_different_steps_are_told_by_the_graph():
     import tensorflow as tf
 
     graph = Graph(registered.default_method(compressors.make("topk")), 2)
-    graph.engines[1]._slots.go_to(7)
+    graph.runs[1]._slots.go_to(7)
     with pytest.raises(tf.errors.InvalidArgumentError, match="MismatchError: the ranks are not at the same step"):
         graph.step(gradients(graph, 0))
 

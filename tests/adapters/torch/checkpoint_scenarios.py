@@ -81,7 +81,7 @@ def loaded(group: Group, path: Path, saved: list[dict[str, Any]]) -> dict[str, A
             # A copy, because PyTorch's optimizers change the momentum that they load.
             optimizer.load_state_dict(copy.deepcopy(saved[::-1]))
             if way == "dcp":
-                optimizer.grace.engine.reset()
+                optimizer.grace.run.reset()
                 state = ExchangeState(optimizer.grace, path, key="app.grace")
                 parts = {"model": model.state_dict(), "app": {"grace": state.state_dict()}}
                 dcp.load(parts, checkpoint_id=path, process_group=process_group)

@@ -196,7 +196,7 @@ def conserved_by_ddp() -> dict[str, Any]:
 def held_by(exchange: Any) -> dict[str, torch.Tensor]:
     """Return the residuals of this rank by tensor, flat; the mean over all ranks is what they hold back of the mean."""
     residuals = {item.spec.name: torch.zeros(item.spec.numel) for item in exchange.plan.assignments}
-    states, size = exchange.state_dict()["tensors"], exchange.engine.transport.size
+    states, size = exchange.state_dict()["tensors"], exchange.run.transport.size
     for name, unit in exchange.plan.stateful.items():
         mine = states[name]["memory"].get("residual")
         if mine is not None:
@@ -807,7 +807,7 @@ def compared_by_ddp() -> dict[str, Any]:
 
 
 def states_of(exchange: Any) -> dict[str, str]:
-    return {name: flat(states) for name, states in exchange.engine.state_dict()["tensors"].items()}
+    return {name: flat(states) for name, states in exchange.run.state_dict()["tensors"].items()}
 
 
 def rare_by_ddp() -> dict[str, Any]:

@@ -118,7 +118,7 @@ def discarded() -> dict[str, Any]:
                     errors["step"] = outcome(optimizer.step)
                 optimizer.grace.discard()
             train(model, optimizer, 2, start=2)
-            weights.append([digest(model.parameters()), optimizer.grace.engine.step])
+            weights.append([digest(model.parameters()), optimizer.grace.run.step])
         results[label] = {"weights": weights[1], "equal": weights[0] == weights[1], "errors": errors}
     return results
 
@@ -160,7 +160,7 @@ def _discarded_alone(group: Group, ddp: bool = False) -> dict[str, Any]:
             meet()
             exchange.discard()
         train(forward, optimizer, 2, start=2)
-        weights.append([digest(model.parameters()), exchange.engine.step])
+        weights.append([digest(model.parameters()), exchange.run.step])
     return {"weights": weights[1], "equal": weights[0] == weights[1], "errors": errors}
 
 
@@ -229,7 +229,7 @@ def discarded_with_a_scaler() -> dict[str, Any]:
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
-            ends.append([digest(model.parameters()), scaler.get_scale(), optimizer.grace.engine.step])
+            ends.append([digest(model.parameters()), scaler.get_scale(), optimizer.grace.run.step])
         results[label] = {"weights": ends[1], "equal": ends[0] == ends[1], "error": errors}
     return results
 
@@ -264,7 +264,7 @@ def discarded_without_rollback() -> dict[str, Any]:
 
 
 def _norms(optimizer: Any) -> list[float]:
-    return [float(state["residual"].norm()) for state in optimizer.grace.engine.memories().values() if state]
+    return [float(state["residual"].norm()) for state in optimizer.grace.run.memories().values() if state]
 
 
 def _scaled_backward(model: torch.nn.Module, scaler: Any, number: int, factor: float = 1.0) -> None:

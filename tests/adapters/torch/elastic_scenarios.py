@@ -33,9 +33,9 @@ def elastic() -> dict[str, Any]:
         results["went on"] = digest(contents(optimizer, model)) != committed
         state.restore()
         results["restored"] = [digest(contents(optimizer, model)) == committed, state.batch]
-        held = optimizer.grace.engine.memories()
+        held = optimizer.grace.run.memories()
         state.on_reset()
-        results["step"] = optimizer.grace.engine.step
+        results["step"] = optimizer.grace.run.step
         state.sync()
         results["stayed"] = any(bool(x.any()) for memory in held.values() for x in memory.values())
         if my_rank() == 1:
@@ -47,7 +47,7 @@ def elastic() -> dict[str, Any]:
         state.sync()
         results["own"] = digest(memory for memory in residuals(optimizer)) == before
         results["nothing"] = not any(bool(x.any()) for x in residuals(optimizer))
-        results["synchronized"] = [state.batch, optimizer.grace.engine.step]
+        results["synchronized"] = [state.batch, optimizer.grace.run.step]
         results["momentum"] = digest(entry["momentum_buffer"] for entry in optimizer.state.values())
         train(model, optimizer, 2, start=3)
         results["weights"] = digest(model.parameters())
@@ -81,7 +81,7 @@ def refused() -> list[str]:
 
 
 def residuals(optimizer: Any) -> list[torch.Tensor]:
-    return [x for memory in optimizer.grace.engine.memories().values() for x in memory.values()]
+    return [x for memory in optimizer.grace.run.memories().values() for x in memory.values()]
 
 
 def contents(optimizer: Any, model: Net) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ def held() -> float:
 def tell(what: str, batch: int) -> None:
     line = {"what": what, "rank": hvd.rank(), "size": hvd.size(), "batch": batch, "held": held(), "pid": os.getpid()}
     weights = sum(p.detach().double().sum().item() for p in model.parameters())
-    print(json.dumps({**line, "step": optimizer.grace.engine.step, "weights": weights}), flush=True)
+    print(json.dumps({**line, "step": optimizer.grace.run.step, "weights": weights}), flush=True)
 
 
 @hvd.elastic.run  # type: ignore[untyped-decorator]

@@ -255,7 +255,7 @@ def given(rows: ROWS) -> dict[str, Any]:
     for row in rows:
         model = make_net()
         optimizer = wrap(model, config_of(row), gradient_as_bucket_view=row["view"])
-        engine, plan, steps, found = optimizer.grace.engine, optimizer.grace.plan, [], []
+        run, plan, steps, found = optimizer.grace.run, optimizer.grace.plan, [], []
         with spy(optimizer) as sent:
             for step in range(len(GIVEN)):
                 mine = _gradients(shapes, step, rank)
@@ -264,20 +264,20 @@ def given(rows: ROWS) -> dict[str, Any]:
                 mine = dict(zip(reversed(shapes), views, strict=True)) if step % 2 else mine
                 for n, p in model.named_parameters():
                     p.grad = mine[n].reshape(shapes[n])
-                before = copy.deepcopy(engine.state_dict()["tensors"].get("left.weight"))
+                before = copy.deepcopy(run.state_dict()["tensors"].get("left.weight"))
                 sent.clear()
                 exchange(optimizer)
                 found.append({n: p.grad.clone() for n, p in model.named_parameters()})
                 finite = {n: bool(torch.isfinite(x).all()) for n, x in found[-1].items()}
                 left = finite.pop("left.weight")
-                kept = flat(before) == flat(engine.state_dict()["tensors"].get("left.weight"))
+                kept = flat(before) == flat(run.state_dict()["tensors"].get("left.weight"))
                 steps.append({"finite": left, "others finite": all(finite.values()), "state kept": kept})
         merged[label_of(row)] = found
         compressed = [
             sum(compressors.name_of(item.compressor) == config_of(row)["compressor"] for item in parts)
             for parts in (plan.stateful.values(), plan.exchanged)
         ]
-        units = engine.state_dict()["tensors"].values()
+        units = run.state_dict()["tensors"].values()
         results[label_of(row)] = {
             "merged": digest(x.nan_to_num(1.0, 2.0, 3.0) for step in found for x in step.values()),
             "steps": steps,
@@ -377,7 +377,7 @@ def gradient_buffers() -> dict[str, Any]:
         sent += position.grad
         # Changes of the merged gradient by the optimizer or the user must not reach the residual.
         position.grad.mul_(100.0)
-    residual = optimizer.grace.engine.state_dict()["tensors"]["position"]["memory"]["residual"]
+    residual = optimizer.grace.run.state_dict()["tensors"]["position"]["memory"]["residual"]
     return {"norms": seen, "lost": float((sent + residual - sum(given)).abs().max()), "size": float(residual.norm())}
 
 

@@ -388,7 +388,7 @@ def discarded_by_fsdp() -> dict[str, Any]:
 
 
 def _norms_of(exchange: Any) -> list[float]:
-    states = exchange.engine.state_dict()["tensors"].values()
+    states = exchange.run.state_dict()["tensors"].values()
     return [float(state["memory"]["residual"].norm()) for state in states if state["memory"]]
 
 
@@ -566,7 +566,7 @@ def registered_twice_by_fsdp(replicas: int) -> dict[str, Any]:
     errors["again"] = outcome(functools.partial(grace.torch.register, model, none))
     errors["its part"] = outcome(functools.partial(grace.torch.register, model.middle, none))
     backward(model, next(batches(1)))
-    errors["steps"] = exchange.engine.step
+    errors["steps"] = exchange.run.step
     model = shard(make(), replicas=replicas)
     grace.torch.register(model.middle, TOPK)
     errors["the whole"] = outcome(functools.partial(grace.torch.register, model, none))

@@ -93,7 +93,7 @@ def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int =
 @contextmanager
 def spy(optimizer: Any, *, comparisons: bool = False) -> Iterator[list[tuple[str, int]]]:
     """Record the name and bytes of each collective that this rank starts; `comparisons`: those of replicas as well."""
-    transport, sent = optimizer.grace.engine.transport, []
+    transport, sent = optimizer.grace.run.transport, []
     originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "alltoall", "broadcast")}
 
     def watch(kind: str) -> Callable[..., Any]:

@@ -83,7 +83,7 @@ def _scheduled(make: Callable[..., Any], before: bool, arguments: dict[str, Any]
     return {
         "weights": digest(model.parameters()),
         "rates": rates,
-        "exchanges": optimizer.grace.engine.completed,
+        "exchanges": optimizer.grace.run.completed,
         "told": [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)],
     }
 

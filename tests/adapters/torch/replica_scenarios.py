@@ -40,7 +40,7 @@ def drifting_replicas() -> dict[str, Any]:
             with torch.no_grad():
                 model.head.bias[3] += 1e-3
         elif last:
-            state = optimizer.grace.engine.snapshot().units["left.weight"]
+            state = optimizer.grace.run.units["left.weight"]
             kind = "compressor" if label == "state" else "memory"
             next(iter(state[kind].values())).view(-1)[0] += 1
         errors[label] = _outcome(model, optimizer, 4)

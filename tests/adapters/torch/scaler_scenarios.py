@@ -34,6 +34,6 @@ def scaled_inside_a_wrapper() -> dict[str, Any]:
             scaler.step(optimizer if given else raw)
             scaler.update()
             scales.append(scaler.get_scale())
-        state = raw.grace.engine.state_dict()["tensors"]["left.weight"]
+        state = raw.grace.run.state_dict()["tensors"]["left.weight"]
         results[name] = [digest(model.parameters()), flat(state), scales]
     return results

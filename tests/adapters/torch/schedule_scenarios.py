@@ -76,7 +76,7 @@ def dense_first() -> dict[str, Any]:
     steps, sent = [], []
     for step in range(4):
         train(net, optimizer, 1, start=step)
-        steps.append(optimizer.grace.engine.step)
+        steps.append(optimizer.grace.run.step)
         sent.append(optimizer.grace.stats()["wire_bytes"])
     return {"steps": steps, "sent": sent, "weights": weights(net)}
 
@@ -137,7 +137,7 @@ def _learning_rates(communicator: Any) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
-    states, held = optimizer.grace.engine.state_dict()["tensors"], {name: torch.zeros(1200) for name in parameters}
+    states, held = optimizer.grace.run.state_dict()["tensors"], {name: torch.zeros(1200) for name in parameters}
     for name, unit in optimizer.grace.plan.stateful.items():
         if unit.kept_by(my_rank()):
             # The mean of all ranks follows. A residual of an owner is one of the mean already.

@@ -52,8 +52,8 @@ def foreign_checkpoint() -> dict[str, Any]:
         fresh.load_state_dict(saved)
         messages = [str(w.message) for w in caught]
     state, step = (
-        fresh.grace.engine.state_dict()["tensors"]["left.weight"]["memory"]["residual"],
-        fresh.grace.engine.step,
+        fresh.grace.run.state_dict()["tensors"]["left.weight"]["memory"]["residual"],
+        fresh.grace.run.step,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -339,9 +339,9 @@ def frozen_in_mid_run() -> dict[str, Any]:
         optimizer = wrap(model, config, optimizer=sgd(model, weight_decay=0.1), **options)
 
         def kept(weight: torch.Tensor = weight, optimizer: Any = optimizer) -> str:
-            engine, held = optimizer.grace.engine, []
-            saved = engine.state_dict()["tensors"]
-            for unit, start, piece in engine.plan.places.get("left.weight", ()):
+            run, held = optimizer.grace.run, []
+            saved = run.state_dict()["tensors"]
+            for unit, start, piece in run.plan.places.get("left.weight", ()):
                 residual = saved[unit.spec.name]["memory"].get("residual")
                 if residual is not None:
                     held.append(residual[start : start + piece.numel])
@@ -392,7 +392,7 @@ def scaled(form: str, model: Net, optimizer: Any, scaler: Any, steps: int, overf
 
 
 def states_of(optimizer: Any) -> list[str]:
-    return [flat(states) for states in optimizer.grace.engine.state_dict()["tensors"].values()]
+    return [flat(states) for states in optimizer.grace.run.state_dict()["tensors"].values()]
 
 
 def mixed_precision() -> dict[str, Any]:
