@@ -159,5 +159,6 @@ class Outgoing:
         pieces = self._pieces.setdefault(piece.tensor, [])
         pieces.append((piece.start, x))
         if len(pieces) == sum(unit.is_merged_by(self._rank) for unit, _, _ in self._plan.places[piece.tensor]):
+            del self._pieces[piece.tensor]
             flat = ops.lay_out([x for _, x in sorted(pieces, key=lambda place: place[0])])
             self.merged[piece.tensor] = self._shaped(piece.tensor, ops.cast(flat, spec.dtype), ops)
