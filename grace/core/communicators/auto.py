@@ -21,9 +21,9 @@ from grace.core.plan.unit import Assignment, whole
 from grace.core.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
 
 _UNION = SparseAllreduce(reduction="union")
-# The programs that are compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,
+# What is compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,
 # which compresses it again: `_obstacle` has its conditions. Sums that drop entries and nodes stay the user's choice.
-_PROGRAMS = (Allreduce(), Allgather(), _UNION, TwoShot())
+_CANDIDATES = (Allreduce(), Allgather(), _UNION, TwoShot())
 # Up to this error of a compressor, a second compression costs less than seeds differ; see "What a second compression
 # costs" in docs/communicators_and_memories.md. No built-in method with its default options is near it.
 _FREE_ERROR = 0.1
@@ -39,11 +39,11 @@ class Auto(Communicator):
     (N - 1) / N \; (B + \min(N B, D)) \;\text{by sparse\_allreduce}, \quad 2 (N - 1) / N \; B \;\text{by two\_shot}
 
     B are the bytes of a payload of the tensor as a whole, B_+ those of one that can be added on N ranks (integers of a
-    sum take more bits), and D those of the tensor in float32. Of those programs that can carry the method, the one that
-    moves the fewest bytes is chosen when the plan is made. A tie goes to the first in this order, which is the
-    simplest. sparse_allreduce has the reduction "union", and is counted with the most bytes that it can move. two_shot
-    compresses the mean again, so it is only for compressors with a small error on normal values: quantizers of 8 bits
-    and most of 4 bits, but no sparsifier.
+    sum take more bits), and D those of the tensor in float32. Of those that can carry the method, the one that moves
+    the fewest bytes is chosen when the plan is made. A tie goes to the first in this order, which is the simplest.
+    sparse_allreduce has the reduction "union", and is counted with the most bytes that it can move. two_shot compresses
+    the mean again, so it is only for compressors with a small error on normal values: quantizers of 8 bits and most of
+    4 bits, but no sparsifier.
 
     If a payload's bytes depend on the data and the method aims at no ratio, payloads are counted. The report of the
     plan shows the count.
@@ -53,14 +53,18 @@ class Auto(Communicator):
 
     def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
         usual = communicators.make(item.compressor.default_communicator)
-        if usual not in _PROGRAMS:
+        if usual not in _CANDIDATES:
             return usual, "the method's own default"
         if ranks.size == 1:
             return usual, ""
-        counts = [_count(program, item, ranks.size) for program in _PROGRAMS if not _obstacle(program, item.method)]
+        counts = [
+            _count(communicator, item, ranks.size)
+            for communicator in _CANDIDATES
+            if not _obstacle(communicator, item.method)
+        ]
         if any(count.nbytes is None for count in counts):
             # How many payloads a union is depends on the data, too.
-            counts = [count._replace(nbytes=None) for count in counts if count.program != _UNION]
+            counts = [count._replace(nbytes=None) for count in counts if count.communicator != _UNION]
         # The sort keeps the order of what is equal. An empty tensor travels as others of its method do.
         best, *others = sorted(counts, key=lambda count: (count.amount, count.payloads))
         why = f"{best.name}: {best.text} per rank"
@@ -68,29 +72,29 @@ class Auto(Communicator):
             tie = others[0].amount == best.amount
             why += f", by {others[0].name} {'as many' if tie else others[0].text}"
         obstacle = _obstacle(TwoShot(), item.method)
-        if obstacle and not best.program.adds and ranks.size > 2:
+        if obstacle and not best.communicator.adds and ranks.size > 2:
             why += f"; not by two_shot: {obstacle}"
         dense = Fraction(2 * (ranks.size - 1), ranks.size) * item.spec.nbytes
         if best.nbytes is not None and best.nbytes > dense:
             why += f"; uncompressed, it would be {round(dense):,} bytes"
-        return best.program, why
+        return best.communicator, why
 
 
 class _Count(NamedTuple):
-    """Payloads that leave a rank per step by a program, with rings, and their bytes if these are known.
+    """Payloads that leave a rank per step by a communicator, with rings, and their bytes if these are known.
 
     `about` is what to say before the bytes: they may be those that a method aims at, or the most that a union moves.
     """
 
-    program: Communicator
+    communicator: Communicator
     payloads: Fraction
     nbytes: Fraction | None
     about: str
 
     @property
     def name(self) -> str:
-        name = communicators.name_of(self.program)
-        return f"{name} (union)" if self.program == _UNION else name
+        name = communicators.name_of(self.communicator)
+        return f"{name} (union)" if self.communicator == _UNION else name
 
     @property
     def amount(self) -> Fraction:
@@ -103,30 +107,32 @@ class _Count(NamedTuple):
         return f"{self.about}{round(self.nbytes):,} bytes"
 
 
-def _count(program: Communicator, item: Assignment, size: int) -> _Count:
-    method = dataclasses.replace(item.method, communicator=program)
-    unit = dataclasses.replace(whole(dataclasses.replace(item, method=method)), addends=size if program.adds else 0)
+def _count(communicator: Communicator, item: Assignment, size: int) -> _Count:
+    method = dataclasses.replace(item.method, communicator=communicator)
+    unit = dataclasses.replace(
+        whole(dataclasses.replace(item, method=method)), addends=size if communicator.adds else 0
+    )
     ring, others = Fraction(2 * (size - 1), size), Fraction(size - 1)
-    payloads = others if program in (Allgather(), _UNION) else ring
+    payloads = others if communicator in (Allgather(), _UNION) else ring
     sent = unit.expected_bytes
     if sent is None:
-        return _Count(program, payloads, None, "")
+        return _Count(communicator, payloads, None, "")
     proposals = unit.negotiated_bytes
     nbytes, about = payloads * (sent - proposals), "about " if unit.wire_bytes is None else ""
-    if program == _UNION:
+    if communicator == _UNION:
         # Entries to the owners of ranges, and the sums back, without indices where they are many. The ranks agree on
         # the ranges by sums of integers of 64 bits.
         dense = unit.spec.numel * ITEMSIZE[unit.spec.work_dtype]
         nbytes = others / size * (sent - proposals + min(size * (sent - proposals), dense)) + ring * 8 * size
         about = "at most " + about
-    return _Count(program, payloads, nbytes + ring * proposals, about)
+    return _Count(communicator, payloads, nbytes + ring * proposals, about)
 
 
-def _obstacle(program: Communicator, method: Method) -> str | None:
-    """Return the reason why auto does not take a program for a method; None if it may."""
-    if program == _UNION and (obstacle := program.memory_obstacle(method.memory)):
+def _obstacle(communicator: Communicator, method: Method) -> str | None:
+    """Return the reason why auto does not take a communicator for a method; None if it may."""
+    if communicator == _UNION and (obstacle := communicator.memory_obstacle(method.memory)):
         return obstacle
-    if program == TwoShot():
+    if communicator == TwoShot():
         # A user may name two_shot for such methods. They would then lose more than by the other programs.
         if not method.compressor.averages:
             return "the ranks vote, and a tie has no sign to send on"
@@ -136,11 +142,11 @@ def _obstacle(program: Communicator, method: Method) -> str | None:
             return "the memory must receive the mean of what all ranks have sent"
         if method.memory.whole:
             return "the memory needs whole tensors"
-        if obstacle := program.obstacle(method.compressor):
+        if obstacle := communicator.obstacle(method.compressor):
             return obstacle
         if (error := error_of_normal(method.compressor)) > _FREE_ERROR:
             return f"the mean would be compressed again, with a relative error of {error:.2g}"
-    return program.obstacle(method.compressor)
+    return communicator.obstacle(method.compressor)
 
 
 @cache
