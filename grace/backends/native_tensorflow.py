@@ -94,7 +94,7 @@ class NativeTensorflowOps(Native, TensorflowOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        outs: Sequence[Array] = (),
+        out: Array | tuple[Array, ...] | None = None,
     ) -> list[Array]:
         # Shapes help only in graphs; eager TensorFlow would cache an operation for each of them.
         eager = tf.executing_eagerly()

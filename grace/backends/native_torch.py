@@ -46,9 +46,10 @@ class NativeTorchOps(Native, TorchOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        outs: Sequence[Array] = (),
+        out: Array | tuple[Array, ...] | None = None,
     ) -> list[Array]:
         judges = outputs[-1] == "bool"
+        outs = () if out is None else out if isinstance(out, tuple) else (out,)
         try:
             if self._on_gpu:
                 results = self._run_on_gpu(kernel, inputs, integers, numbers)

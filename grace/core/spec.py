@@ -198,6 +198,10 @@ class Site(NamedTuple):
     For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
     the learning rate of this step, for memories with `needs_lr`. `norm` is the norm of this rank's gradients of all
     tensors together, for memories with `needs_norm`. Both are 0-d float64 arrays.
+
+    `out` is an array that the result of this call may be written to, flat: pass it to one operation that makes an array
+    of its dtype and length, as `out=at.out`. For `compress` it is a place for the longest field of the payload, for
+    `merge` one for the gradient. For `compensate` it is a tuple of the arrays that `written_over` names.
     """
 
     ops: ArrayOps
@@ -210,6 +214,7 @@ class Site(NamedTuple):
     memory: State = NO_STATE
     lr: Array | None = None
     norm: Array | None = None
+    out: Any = None
 
     @property
     def private_key(self) -> Key:

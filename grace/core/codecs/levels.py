@@ -40,6 +40,7 @@ def quantize_packed(
     bits: int,
     key: Key | None,
     limit: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return levels + l, packed, with l from `quantize` of x and the scale of its bucket.
 
@@ -66,13 +67,13 @@ def _(
     bits: int,
     key: Key | None,
     limit: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     if ops.floating(x) is None:
         return None
     inputs = [x, scales] if limit is None else [x, scales, limit]
     integers, size = [width, levels, bits, *ops.noise_integers(key)], packed_size(ops.length(x), bits)
-    outs = ops.withdraw()
-    return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size], outs=outs)[0]
+    return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size], out=out)[0]
 
 
 @composite(one_graph=True)
@@ -85,6 +86,7 @@ def dequantize_sum(
     bits: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of l scale / levels over the results of `quantize_packed`, added in the order of the ranks.
 
@@ -109,9 +111,10 @@ def _(
     bits: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     integers = [len(codes), width, levels, bits, n]
-    return ops.total("dequantize_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto)
+    return ops.total("dequantize_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto, out=out)
 
 
 def rows_of(ops: ArrayOps, x: Array, width: int) -> Array:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 @composite(one_graph=True)
-def round_packed(ops: ArrayOps, x: Array, scales: Array, levels: Array, width: int, key: Key | None) -> Array:
+def round_packed(
+    ops: ArrayOps, x: Array, scales: Array, levels: Array, width: int, key: Key | None, out: Array | None = None
+) -> Array:
     """Return the packed indices of the levels that x is rounded to. Levels count times the scale of their bucket.
 
     With a key, x is rounded to one of its two neighbours with mean x; without one, to the nearest level, the upper of
@@ -32,12 +34,14 @@ def round_packed(ops: ArrayOps, x: Array, scales: Array, levels: Array, width: i
 
 
 @round_packed.kernel(round_packed="x T, scales T, levels T; width, stochastic, key -> uint8[packed]")
-def _(ops: Native, x: Array, scales: Array, levels: Array, width: int, key: Key | None) -> Array | None:
+def _(
+    ops: Native, x: Array, scales: Array, levels: Array, width: int, key: Key | None, out: Array | None = None
+) -> Array | None:
     if ops.floating(x) is None:
         return None
     size = packed_size(ops.length(x), bits_for(ops.length(levels)))
-    inputs, integers, outs = [x, scales, levels], [width, *ops.noise_integers(key)], ops.withdraw()
-    return ops.run("round_packed", inputs, integers, outputs=["uint8"], lengths=[size], outs=outs)[0]
+    inputs, integers = [x, scales, levels], [width, *ops.noise_integers(key)]
+    return ops.run("round_packed", inputs, integers, outputs=["uint8"], lengths=[size], out=out)[0]
 
 
 @composite(one_graph=True)
@@ -49,6 +53,7 @@ def levels_sum(
     width: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of level times scale over the results of `round_packed`, added in the order of the ranks.
 
@@ -72,9 +77,10 @@ def _(
     width: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     integers = [len(codes), width, n]
-    return ops.total("levels_sum", [*codes, *scales, *levels], integers, n, ops.dtype(levels[0]), onto)
+    return ops.total("levels_sum", [*codes, *scales, *levels], integers, n, ops.dtype(levels[0]), onto, out=out)
 
 
 def indices_of_levels(ops: ArrayOps, x: Array, levels: Array, scale: Array, share: Array) -> Array:

@@ -79,7 +79,7 @@ class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
         return (Field("p", spec.work_dtype, matrix_shape(spec)[0] * self.compress_rank),)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.flat_product(payload["p"], payload["q"], self.compress_rank)
+        return at.ops.flat_product(payload["p"], payload["q"], self.compress_rank, at.out)
 
     def _sum_q(self, payloads: Sequence[Payload]) -> Array:
         q = payloads[0]["q"]
@@ -88,11 +88,11 @@ class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
         return q
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return at.ops.flat_product(payloads[0]["p"], self._sum_q(payloads), self.compress_rank)
+        return at.ops.flat_product(payloads[0]["p"], self._sum_q(payloads), self.compress_rank, at.out)
 
     def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
         p, q = payloads[0]["p"], self._sum_q(payloads)
-        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank)
+        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank, at.out)
         return merged, rest
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:

@@ -119,8 +119,8 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
         """Return the kept values as they arrive."""
         fields = {name.removeprefix(_PREFIX): v for name, v in payload.items() if name.startswith(_PREFIX)}
         if self.pair[0].fixed_size:
-            return self.pair[1].decompress(fields, self._values_site(at, 0))
-        site = self._values_site(at, at.ops.length(payload["indices"]))
+            return self.pair[1].decompress(fields, self._values_site(at, 0)._replace(out=None))
+        site = self._values_site(at, at.ops.length(payload["indices"]))._replace(out=None)
         for field in self.pair[1].wire(site.spec):
             error = PayloadError(
                 f"quantized values: expected {field.name} for as many values as indices, received others; "

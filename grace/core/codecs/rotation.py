@@ -76,7 +76,9 @@ class RotatedQuantizer(Compressor):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, key = at.ops, at.private_key
-        codes, scales = rotated_encode(ops, x, self._levels(at), self.block_size, self.fit, self.stochastic, key)
+        codes, scales = rotated_encode(
+            ops, x, self._levels(at), self.block_size, self.fit, self.stochastic, key, at.out
+        )
         return {"scales": scales, "salt": ops.full(1, key.rank, "int32"), "codes": codes}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -91,7 +93,7 @@ class RotatedQuantizer(Compressor):
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         codes, salts = ([payload[name] for payload in payloads] for name in ("codes", "salt"))
         return rotated_sum(
-            at.ops, codes, scales, salts, self._levels(at), self.block_size, at.spec.numel, at.key, onto=onto
+            at.ops, codes, scales, salts, self._levels(at), self.block_size, at.spec.numel, at.key, onto, at.out
         )
 
     def _levels(self, at: Site) -> Array:
@@ -141,7 +143,14 @@ def _(ops: Native, x: Array, block: int, key: Key, back: bool = False) -> Array 
 
 @composite(one_graph=True)
 def rotated_encode(
-    ops: ArrayOps, x: Array, levels: Array, block: int, fit: bool, stochastic: bool, key: Key
+    ops: ArrayOps,
+    x: Array,
+    levels: Array,
+    block: int,
+    fit: bool,
+    stochastic: bool,
+    key: Key,
+    out: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return packed codes of the rotated blocks and a scale for each.
 
@@ -179,7 +188,14 @@ def rotated_encode(
 
 @rotated_encode.kernel(rotated_encode="x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")
 def _(
-    ops: Native, x: Array, levels: Array, block: int, fit: bool, stochastic: bool, key: Key
+    ops: Native,
+    x: Array,
+    levels: Array,
+    block: int,
+    fit: bool,
+    stochastic: bool,
+    key: Key,
+    out: Array | None = None,
 ) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -192,7 +208,7 @@ def _(
         [block, int(fit), int(stochastic), *ops.key_integers(key)],
         outputs=["uint8", dtype],
         lengths=[packed_size(sum(widths), bits), len(widths)],
-        outs=ops.withdraw(),
+        out=out,
     )
     return codes, scales
 
@@ -208,6 +224,7 @@ def rotated_sum(
     n: int,
     key: Key,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of scale D H D' H q over the results of `rotated_encode`, added in the order of the ranks.
 
@@ -243,9 +260,10 @@ def _(
     n: int,
     key: Key,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     inputs, integers = [*codes, *scales, *salts, levels], [len(codes), block, n, *ops.key_integers(key)]
-    return ops.total("rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto)
+    return ops.total("rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto, out=out)
 
 
 def hadamard(ops: ArrayOps, x: Array, width: int) -> Array:

@@ -113,20 +113,24 @@ def _(ops: Native, x: Array) -> tuple[Array, Array] | None:
 
 
 @composite(one_graph=True)
-def sum_sign_mean(ops: ArrayOps, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array, Array, Array]:
+def sum_sign_mean(
+    ops: ArrayOps, x: Array, a: float, y: Array, b: float, out: Array | None = None
+) -> tuple[Array, Array, Array, Array]:
     """Return a x + b y, what `sign_mean` returns of it, and whether it is finite."""
-    total, finite = ops.finite_sum(x, a, y, b)
+    total, finite = ops.finite_sum(x, a, y, b, out)
     return total, *sign_mean(ops, total), finite
 
 
 @sum_sign_mean.kernel(sum_sign_mean="x T, y T; ; a, b -> T[x], uint8[packed], T[1], uint8[1]")
-def _(ops: Native, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array, Array, Array] | None:
+def _(
+    ops: Native, x: Array, a: float, y: Array, b: float, out: Array | None = None
+) -> tuple[Array, Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None or ops.floating(y) != dtype:
         return None
     n = ops.length(x)
-    outputs, lengths, outs = [dtype, "uint8", dtype, "bool"], [n, packed_size(n, 1), 1, 1], ops.withdraw()
-    total, bits, mean, good = ops.run("sum_sign_mean", [x, y], (), [a, b], outputs=outputs, lengths=lengths, outs=outs)
+    outputs, lengths = [dtype, "uint8", dtype, "bool"], [n, packed_size(n, 1), 1, 1]
+    total, bits, mean, good = ops.run("sum_sign_mean", [x, y], (), [a, b], outputs=outputs, lengths=lengths, out=out)
     return total, bits, mean, good
 
 
@@ -152,6 +156,7 @@ def binary_sum(
     onto: Array | None = None,
     negate: bool = False,
     columns: int = 1,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum over ranks of the levels that the bits stand for.
 
@@ -177,10 +182,11 @@ def _(
     onto: Array | None = None,
     negate: bool = False,
     columns: int = 1,
+    out: Array | None = None,
 ) -> Array | None:
     kernel, kind, numbers = ("binary_sum", 0, [1.0]) if columns == 1 else ("column_sum", columns, [])
     integers = [len(bits), n, kind, int(negate)]
-    return ops.total(kernel, [*bits, *levels], integers, n, ops.dtype(levels[0]), onto, numbers)
+    return ops.total(kernel, [*bits, *levels], integers, n, ops.dtype(levels[0]), onto, numbers, out=out)
 
 
 @composite(one_graph=True)
@@ -192,9 +198,10 @@ def sign_sum(
     onto: Array | None = None,
     negate: bool = False,
     factor: float = 1.0,
+    out: Array | None = None,
 ) -> Array:
     """Return the result of `binary_sum` for levels of minus and plus a rank's scale, times a factor."""
-    total = binary_sum(ops, bits, [ops.concat([-scale, scale]) for scale in scales], n, onto, negate)
+    total = binary_sum(ops, bits, [ops.concat([-scale, scale]) for scale in scales], n, onto, negate, out=out)
     return total if factor == 1 else ops.scale_(total, factor)
 
 
@@ -207,13 +214,14 @@ def _(
     onto: Array | None = None,
     negate: bool = False,
     factor: float = 1.0,
+    out: Array | None = None,
 ) -> Array | None:
     integers = [len(bits), n, 1, int(negate)]
-    return ops.total("binary_sum", [*bits, *scales], integers, n, ops.dtype(scales[0]), onto, [factor])
+    return ops.total("binary_sum", [*bits, *scales], integers, n, ops.dtype(scales[0]), onto, [factor], out=out)
 
 
 @composite(one_graph=True)
-def majority(ops: ArrayOps, bits: Sequence[Array], n: int, dtype: str) -> Array:
+def majority(ops: ArrayOps, bits: Sequence[Array], n: int, dtype: str, out: Array | None = None) -> Array:
     """Return 1 where more than half of the ranks set the bit, -1 where fewer did, 0 on a tie."""
     votes = ops.unpack(bits[0], 1, n)
     for data in bits[1:]:
@@ -222,6 +230,6 @@ def majority(ops: ArrayOps, bits: Sequence[Array], n: int, dtype: str) -> Array:
 
 
 @majority.kernel(majority="bits uint8...; n, wide -> T[n]")
-def _(ops: Native, bits: Sequence[Array], n: int, dtype: str) -> Array | None:
-    integers, outs = [n, int(dtype == "float64")], ops.withdraw()
-    return ops.run("majority", bits, integers, outputs=[dtype], lengths=[n], outs=outs)[0]
+def _(ops: Native, bits: Sequence[Array], n: int, dtype: str, out: Array | None = None) -> Array | None:
+    integers = [n, int(dtype == "float64")]
+    return ops.run("majority", bits, integers, outputs=[dtype], lengths=[n], out=out)[0]

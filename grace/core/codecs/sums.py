@@ -15,14 +15,14 @@ Selection = tuple[Array, Array, Array, Array]
 
 
 @composite()
-def sum_top(ops: ArrayOps, x: Array, a: float, y: Array, b: float, k: int) -> Selection:
+def sum_top(ops: ArrayOps, x: Array, a: float, y: Array, b: float, k: int, out: Array | None = None) -> Selection:
     """Return a x + b y, whether it is finite, and its k largest magnitudes: values and ascending indices."""
-    total, finite = ops.finite_sum(x, a, y, b)
+    total, finite = ops.finite_sum(x, a, y, b, out)
     return total, finite, *ops.sparsify(total, k)
 
 
 @sum_top.kernel(sum_top="x T, y T; k; a, b -> T[x], T[k], int32[k], uint8[1]")
-def _(ops: Native, x: Array, a: float, y: Array, b: float, k: int) -> Selection | None:
+def _(ops: Native, x: Array, a: float, y: Array, b: float, k: int, out: Array | None = None) -> Selection | None:
     dtype = ops.floating(x)
     if dtype is None or ops.floating(y) != dtype:
         return None
@@ -35,20 +35,24 @@ def _(ops: Native, x: Array, a: float, y: Array, b: float, k: int) -> Selection 
         [a, b],
         outputs=[dtype, dtype, "int32", "bool"],
         lengths=[n, k, k, 1],
-        outs=ops.withdraw(),
+        out=out,
     )
     return total, good, values, indices
 
 
 @composite()
-def sum_select(ops: ArrayOps, x: Array, a: float, y: Array, b: float, bound: float, strict: bool) -> Selection:
+def sum_select(
+    ops: ArrayOps, x: Array, a: float, y: Array, b: float, bound: float, strict: bool, out: Array | None = None
+) -> Selection:
     """Return a x + b y, whether it is finite, and what `ops.select` returns of it."""
-    total, finite = ops.finite_sum(x, a, y, b)
+    total, finite = ops.finite_sum(x, a, y, b, out)
     return total, finite, *ops.select(total, bound, strict)
 
 
 @sum_select.kernel(sum_select="x T, y T, bound T; strict; a, b -> T[x], T[m], int32[m], uint8[1]")
-def _(ops: Native, x: Array, a: float, y: Array, b: float, bound: float, strict: bool) -> Selection | None:
+def _(
+    ops: Native, x: Array, a: float, y: Array, b: float, bound: float, strict: bool, out: Array | None = None
+) -> Selection | None:
     dtype = ops.floating(x)
     if dtype is None or ops.floating(y) != dtype:
         return None
@@ -59,6 +63,6 @@ def _(ops: Native, x: Array, a: float, y: Array, b: float, bound: float, strict:
         [a, b],
         outputs=[dtype, dtype, "int32", "bool"],
         lengths=[ops.length(x), None, None, 1],
-        outs=ops.withdraw(),
+        out=out,
     )
     return total, good, values, indices

@@ -43,7 +43,7 @@ def small_floats_contraction(name: str, n: int) -> float:
 
 
 @composite(one_graph=True)
-def table_encode(ops: ArrayOps, x: Array, scales: Array, table: Array, width: int) -> Array:
+def table_encode(ops: ArrayOps, x: Array, scales: Array, table: Array, width: int, out: Array | None = None) -> Array:
     """Return the index (uint8) of the entry of a table of 128 nearest |x| / scale, the larger of two; + 128 if x < 0.
 
     The table ascends. Every bucket of `width` elements has a scale.
@@ -56,11 +56,11 @@ def table_encode(ops: ArrayOps, x: Array, scales: Array, table: Array, width: in
 
 
 @table_encode.kernel(table_encode="x T, scales T, table T; width -> uint8[x]")
-def _(ops: Native, x: Array, scales: Array, table: Array, width: int) -> Array | None:
+def _(ops: Native, x: Array, scales: Array, table: Array, width: int, out: Array | None = None) -> Array | None:
     if ops.floating(x) is None:
         return None
-    inputs, lengths, outs = [x, scales, table], [ops.length(x)], ops.withdraw()
-    return ops.run("table_encode", inputs, [width], outputs=["uint8"], lengths=lengths, outs=outs)[0]
+    inputs, lengths = [x, scales, table], [ops.length(x)]
+    return ops.run("table_encode", inputs, [width], outputs=["uint8"], lengths=lengths, out=out)[0]
 
 
 @composite(one_graph=True)
@@ -71,6 +71,7 @@ def table_sum(
     table: Array,
     width: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of +-entry * scale over the results of `table_encode`, added in the order of the ranks.
 
@@ -92,6 +93,7 @@ def _(
     table: Array,
     width: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     n = ops.length(codes[0])
-    return ops.total("table_sum", [*codes, *scales, table], [len(codes), width, n], n, ops.dtype(table), onto)
+    return ops.total("table_sum", [*codes, *scales, table], [len(codes), width, n], n, ops.dtype(table), onto, out=out)

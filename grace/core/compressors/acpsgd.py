@@ -90,11 +90,11 @@ class ACPSGD(Compressor, Learning, Subtracting):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         p, q = self._factors(payloads, at)
-        return at.ops.flat_product(p, q, self.compress_rank)
+        return at.ops.flat_product(p, q, self.compress_rank, at.out)
 
     def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
         p, q = self._factors(payloads, at)
-        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank)
+        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank, at.out)
         return merged, rest
 
     def _factors(self, payloads: Sequence[Payload], at: Site) -> list[Array]:

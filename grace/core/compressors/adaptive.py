@@ -82,7 +82,7 @@ class Adaptive(Compressor, Selecting, Thinning):
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         parts = [part for payload in payloads for part in _parts(payload, payload["means"], at)]
         values, indices = zip(*parts, strict=True)
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values, indices = zip(*_parts(payload, -payload["means"], at), strict=True)

@@ -110,7 +110,7 @@ class Atomo(Compressor, Thinning):
     def decompress(self, payload: Payload, at: Site) -> Array:
         ops = at.ops
         if self.mode == "entry":
-            return ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
+            return ops.desparsify(payload["values"], payload["indices"], at.spec.numel, at.out)
         return self._product([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:

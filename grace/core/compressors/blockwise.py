@@ -143,11 +143,11 @@ class Blockwise(BucketQuantizer):
             norms = _exponents(ops, norms, _SHIFTS[self.format])
         scales = self._scale({"norms": norms}, at)
         if self.format in _INTEGERS:
-            codes = quantize_packed(ops, x, scales, width, _INTEGERS[self.format], self.bits, None)
+            codes = quantize_packed(ops, x, scales, width, _INTEGERS[self.format], self.bits, None, out=at.out)
         elif self.format in _TABLES:
-            codes = table_encode(ops, x, scales, self._table(at, saturating=True), width)
+            codes = table_encode(ops, x, scales, self._table(at, saturating=True), width, at.out)
         else:
-            codes = round_packed(ops, x, scales, self._list(at), width, None)
+            codes = round_packed(ops, x, scales, self._list(at), width, None, at.out)
         return {"norms": norms, "codes": codes}
 
     def _scale(self, payload: Payload, at: Site) -> Array:
@@ -157,10 +157,10 @@ class Blockwise(BucketQuantizer):
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         n, width, codes = at.spec.numel, self.width(at.spec.numel), [payload["codes"] for payload in payloads]
         if self.format in _INTEGERS:
-            return dequantize_sum(at.ops, codes, scales, width, _INTEGERS[self.format], self.bits, n, onto=onto)
+            return dequantize_sum(at.ops, codes, scales, width, _INTEGERS[self.format], self.bits, n, onto, at.out)
         if self.format in _TABLES:
-            return table_sum(at.ops, codes, scales, self._table(at), width, onto=onto)
-        return levels_sum(at.ops, codes, scales, [self._list(at)] * len(codes), width, n, onto=onto)
+            return table_sum(at.ops, codes, scales, self._table(at), width, onto, at.out)
+        return levels_sum(at.ops, codes, scales, [self._list(at)] * len(codes), width, n, onto, at.out)
 
     def _table(self, at: Site, saturating: bool = False) -> Array:
         name = _TABLES[self.format]

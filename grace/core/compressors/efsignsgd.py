@@ -47,7 +47,7 @@ class EFSignSGD(Compressor, Scaling, Summing):
         return {"scale": scale, "signs": signs}
 
     def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, signs, scale, finite = sum_sign_mean(at.ops, *total)
+        x, signs, scale, finite = sum_sign_mean(at.ops, *total, at.out)
         return x, {"scale": scale, "signs": signs}, finite
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -58,7 +58,7 @@ class EFSignSGD(Compressor, Scaling, Summing):
 
     def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
         signs, scales = ([payload[name] for payload in payloads] for name in ("signs", "scale"))
-        return sign_sum(at.ops, signs, scales, at.spec.numel, factor=factor)
+        return sign_sum(at.ops, signs, scales, at.spec.numel, factor=factor, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return sign_sum(at.ops, [payload["signs"]], [payload["scale"]], at.spec.numel, onto=x, negate=True)

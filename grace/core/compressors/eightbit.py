@@ -76,14 +76,17 @@ class EightBit(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops = at.ops
         scale = ops.flat_max_abs(x)
-        return {"scale": scale, "codes": table_encode(ops, x, scale, self._table(ops, at.spec.work_dtype), _whole(at))}
+        return {
+            "scale": scale,
+            "codes": table_encode(ops, x, scale, self._table(ops, at.spec.work_dtype), _whole(at), at.out),
+        }
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         codes, scales = ([payload[name] for payload in payloads] for name in ("codes", "scale"))
-        return table_sum(at.ops, codes, scales, self._table(at.ops, at.spec.work_dtype), _whole(at))
+        return table_sum(at.ops, codes, scales, self._table(at.ops, at.spec.work_dtype), _whole(at), out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         table = self._table(at.ops, at.spec.work_dtype)

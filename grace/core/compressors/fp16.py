@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
+from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,21 @@ class _Half(Compressor):
         return (Field("values", self.wire_dtype, spec.numel),)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return {"values": at.ops.cast(x, self.wire_dtype)}
+        return {"values": cast_half(at.ops, x, self.wire_dtype, at.out)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.cast(payload["values"], at.spec.work_dtype)
+        return cast_half(at.ops, payload["values"], at.spec.work_dtype, at.out)
+
+
+@composite()
+def cast_half(ops: ArrayOps, x: Array, dtype: str, out: Array | None = None) -> Array:
+    """Return x in another dtype, as `cast` does; kernels may write it to `out`."""
+    return ops.cast(x, dtype)
+
+
+@cast_half.kernel()
+def _(ops: Native, x: Array, dtype: str, out: Array | None = None) -> Array | None:
+    return ops.cast_half(x, dtype, out)
 
 
 @compressors.register("fp16", About(family="other", adam=True))

@@ -121,7 +121,7 @@ class Inceptionn(Compressor):
 
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         arrays = [tuple(payload[name] for name in _FIELDS) for payload in payloads]
-        return precision_sum(at.ops, arrays, scales, *self._ends, at.spec.numel, onto=onto)
+        return precision_sum(at.ops, arrays, scales, *self._ends, at.spec.numel, onto, at.out)
 
     def _scale(self, payload: Payload, at: Site) -> Array:
         return payload["scale"] if self.relative else at.ops.full(1, 1, at.spec.work_dtype)
@@ -168,6 +168,7 @@ def precision_sum(
     h: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of the numbers of `precision_encode`, with 0 for nothing, times their scales.
 
@@ -202,7 +203,8 @@ def _(
     h: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     inputs = [field for fields in zip(*payloads, strict=True) for field in fields]
     integers = [len(payloads), m, h, n]
-    return ops.total("precision_sum", [*inputs, *scales], integers, n, ops.dtype(scales[0]), onto)
+    return ops.total("precision_sum", [*inputs, *scales], integers, n, ops.dtype(scales[0]), onto, out=out)

@@ -98,8 +98,8 @@ class LPC(Compressor):
             # A constant, because TensorFlow multiplies by the reciprocal of a number.
             most = ops.constant(("lpc", self._half, dtype), lambda: ops.cast(self._half - 1, dtype))
             delta = ops.flat_max_abs(x) / most
-            return {"delta": delta, "codes": floor_packed(ops, x, delta, self.width, at.private_key)}
-        return {"codes": floor_packed(ops, x, ops.full(1, self.delta, dtype), self.width, at.private_key)}
+            return {"delta": delta, "codes": floor_packed(ops, x, delta, self.width, at.private_key, at.out)}
+        return {"codes": floor_packed(ops, x, ops.full(1, self.delta, dtype), self.width, at.private_key, at.out)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -117,11 +117,11 @@ class LPC(Compressor):
         fixed = None if self.delta is None else ops.full(1, self.delta, dtype)
         scales = [ops.scaled(payload["delta"] if fixed is None else fixed, most) for payload in payloads]
         codes = [payload["codes"] for payload in payloads]
-        return dequantize_sum(ops, codes, scales, max(1, n), self._half, self.width, n, onto=onto)
+        return dequantize_sum(ops, codes, scales, max(1, n), self._half, self.width, n, onto, out=at.out)
 
 
 @composite(one_graph=True)
-def floor_packed(ops: ArrayOps, x: Array, delta: Array, width: int, key: Key) -> Array:
+def floor_packed(ops: ArrayOps, x: Array, delta: Array, width: int, key: Key, out: Array | None = None) -> Array:
     """Return 2^(width - 1) + floor(x / delta + u), packed; delta has shape (1,), and x is first clipped to the range.
 
     Where delta is 0, x counts as 0.
@@ -137,9 +137,8 @@ def floor_packed(ops: ArrayOps, x: Array, delta: Array, width: int, key: Key) ->
 
 
 @floor_packed.kernel(floor_packed="x T, delta T; width, key -> uint8[packed]")
-def _(ops: Native, x: Array, delta: Array, width: int, key: Key) -> Array | None:
+def _(ops: Native, x: Array, delta: Array, width: int, key: Key, out: Array | None = None) -> Array | None:
     if ops.floating(x) is None:
         return None
     integers, size = [width, *ops.key_integers(key)], packed_size(ops.length(x), width)
-    outs = ops.withdraw()
-    return ops.run("floor_packed", [x, delta], integers, outputs=["uint8"], lengths=[size], outs=outs)[0]
+    return ops.run("floor_packed", [x, delta], integers, outputs=["uint8"], lengths=[size], out=out)[0]

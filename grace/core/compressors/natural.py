@@ -79,7 +79,7 @@ class Natural(Compressor, Checking, Scaling):
 
     def _encoded(self, x: Array, at: Site) -> tuple[Payload, Array]:
         """Return the payload and the largest magnitude."""
-        codes, base, most = natural_encode(at.ops, x, at.private_key, self.clipped)
+        codes, base, most = natural_encode(at.ops, x, at.private_key, self.clipped, at.out)
         return {"base": base, "codes": codes} if self.clipped else {"codes": codes}, most
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -98,11 +98,13 @@ class Natural(Compressor, Checking, Scaling):
         ops, spec = at.ops, at.spec
         bases = [payload["base"] if self.clipped else ops.zeros(1, "int32") for payload in payloads]
         codes = [payload["codes"] for payload in payloads]
-        return natural_sum(ops, codes, bases, spec.numel, spec.work_dtype, self.clipped, **options)
+        return natural_sum(ops, codes, bases, spec.numel, spec.work_dtype, self.clipped, out=at.out, **options)
 
 
 @composite(one_graph=True)
-def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Array, Array, Array]:
+def natural_encode(
+    ops: ArrayOps, x: Array, key: Key, clipped: bool, out: Array | None = None
+) -> tuple[Array, Array, Array]:
     """Return the packed signs and exponents of natural compression, the base (int32, (1,)), and the largest |x| (1,).
 
     A code has 9 bits, 12 for float64; with `clipped` 8 bits, with exponents above the base, which is else 0.
@@ -129,14 +131,14 @@ def natural_encode(ops: ArrayOps, x: Array, key: Key, clipped: bool) -> tuple[Ar
 
 
 @natural_encode.kernel(natural_encode="x T; clipped, key -> uint8[packed], int32[1], T[1]")
-def _(ops: Native, x: Array, key: Key, clipped: bool) -> tuple[Array, Array, Array] | None:
+def _(ops: Native, x: Array, key: Key, clipped: bool, out: Array | None = None) -> tuple[Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
         return None
     size = packed_size(ops.length(x), 8 if clipped else 1 + _FORMAT[dtype][0])
     integers, outputs = [int(clipped), *ops.key_integers(key)], ["uint8", "int32", dtype]
-    lengths, outs = [size, 1, 1], ops.withdraw()
-    codes, base, most = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=lengths, outs=outs)
+    lengths = [size, 1, 1]
+    codes, base, most = ops.run("natural_encode", [x], integers, outputs=outputs, lengths=lengths, out=out)
     return codes, base, most
 
 
@@ -163,6 +165,7 @@ def natural_sum(
     onto: Array | None = None,
     negate: bool = False,
     factor: float = 1.0,
+    out: Array | None = None,
 ) -> Array:
     """Return a factor times the sum of the powers of two from `natural_encode`; `negate` subtracts them."""
     exponent, mantissa, integer = _FORMAT[dtype]
@@ -191,6 +194,7 @@ def _(
     onto: Array | None = None,
     negate: bool = False,
     factor: float = 1.0,
+    out: Array | None = None,
 ) -> Array | None:
     integers = [len(codes), n, int(dtype == "float64"), int(clipped), int(negate)]
-    return ops.total("natural_sum", [*codes, *bases], integers, n, dtype, onto, [factor])
+    return ops.total("natural_sum", [*codes, *bases], integers, n, dtype, onto, [factor], out=out)

@@ -76,7 +76,7 @@ class OneBit(Compressor):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         bits, means = ([payload[name] for payload in payloads] for name in ("bits", "means"))
-        return binary_sum(at.ops, bits, means, at.spec.numel, columns=self._pairs(at.spec))
+        return binary_sum(at.ops, bits, means, at.spec.numel, columns=self._pairs(at.spec), out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         bits, means, columns = payload["bits"], payload["means"], self._pairs(at.spec)

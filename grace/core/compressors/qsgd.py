@@ -78,9 +78,9 @@ class QSGD(BucketQuantizer):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, self.width(at.spec.numel)
         norms = bucket_norms(ops, x, width, self.norm)
-        codes = quantize_packed(ops, x, norms, width, self.quantum_num, self.bits, at.private_key)
+        codes = quantize_packed(ops, x, norms, width, self.quantum_num, self.bits, at.private_key, out=at.out)
         return {"norms": norms, "codes": codes}
 
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         n, codes = at.spec.numel, [payload["codes"] for payload in payloads]
-        return dequantize_sum(at.ops, codes, scales, self.width(n), self.quantum_num, self.bits, n, onto=onto)
+        return dequantize_sum(at.ops, codes, scales, self.width(n), self.quantum_num, self.bits, n, onto, at.out)

@@ -109,4 +109,4 @@ class RandomK(Sparsifier, Thinning):
         values = payloads[0]["values"]
         for payload in payloads[1:]:
             values = at.ops.weighted_sum(values, 1, payload["values"], 1)
-        return at.ops.desparsify(values, payloads[0]["indices"], at.spec.numel)
+        return at.ops.desparsify(values, payloads[0]["indices"], at.spec.numel, at.out)

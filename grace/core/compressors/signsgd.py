@@ -60,10 +60,10 @@ class SignSGD(Compressor, Checking):
         return {"signs": signs}, finite
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return majority(at.ops, [payload["signs"]], at.spec.numel, at.spec.work_dtype)
+        return majority(at.ops, [payload["signs"]], at.spec.numel, at.spec.work_dtype, at.out)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return majority(at.ops, [payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype)
+        return majority(at.ops, [payload["signs"] for payload in payloads], at.spec.numel, at.spec.work_dtype, at.out)
 
 
 def _turn(at: Site) -> Array | bool:

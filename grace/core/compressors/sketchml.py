@@ -186,7 +186,7 @@ class SketchML(Compressor, Selecting, Thinning):
         return ops.where(places.lists < self.groups, means, -means), places.indices
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.desparsify(*self._decode(payload, at), at.spec.numel)
+        return at.ops.desparsify(*self._decode(payload, at), at.spec.numel, at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values, indices = self._decode(payload, at)

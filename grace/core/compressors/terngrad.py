@@ -119,7 +119,7 @@ class TernGrad(Compressor, Negotiating):
         if self.shared_scale:
             x = x if limit is None else ops.clip(x, -limit, limit)
             return {"words": _to_words(ops, ops.quantize(x, at.negotiated, 1, at.private_key))}
-        return {"scale": scale, "codes": quantize_packed(ops, x, scale, width, 1, 2, at.private_key, limit=limit)}
+        return {"scale": scale, "codes": quantize_packed(ops, x, scale, width, 1, 2, at.private_key, limit, at.out)}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         if not self.shared_scale:
@@ -140,7 +140,7 @@ class TernGrad(Compressor, Negotiating):
 
     def _sum(self, codes: list[Array], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         n = at.spec.numel
-        return dequantize_sum(at.ops, codes, scales, max(1, n), 1, 2, n, onto=onto)
+        return dequantize_sum(at.ops, codes, scales, max(1, n), 1, 2, n, onto, at.out)
 
 
 def _to_words(ops: ArrayOps, codes: Array) -> Array:

@@ -78,7 +78,9 @@ class ThreeLC(Compressor):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return ternary_sum(at.ops, [p["codes"] for p in payloads], [p["scale"] for p in payloads], at.spec.numel)
+        return ternary_sum(
+            at.ops, [p["codes"] for p in payloads], [p["scale"] for p in payloads], at.spec.numel, out=at.out
+        )
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return ternary_sum(at.ops, [payload["codes"]], [-payload["scale"]], at.spec.numel, onto=x)
@@ -105,7 +107,12 @@ def _(ops: Native, x: Array, scale: Array) -> Array | None:
 
 @composite()
 def ternary_sum(
-    ops: ArrayOps, codes: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    n: int,
+    onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of digit * scale over the ranks, onto an array that it consumes.
 
@@ -118,8 +125,15 @@ def ternary_sum(
 
 
 @ternary_sum.kernel(ternary_sum="[onto_ T], codes uint8..., scales T...; ranks, n, has_onto -> T[n]")
-def _(ops: Native, codes: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None) -> Array | None:
-    return ops.total("ternary_sum", [*codes, *scales], [len(codes), n], n, ops.dtype(scales[0]), onto)
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    n: int,
+    onto: Array | None = None,
+    out: Array | None = None,
+) -> Array | None:
+    return ops.total("ternary_sum", [*codes, *scales], [len(codes), n], n, ops.dtype(scales[0]), onto, out=out)
 
 
 # --- five ternary digits per byte, and runs of zeros in one byte ----------------------------------------------------

@@ -66,7 +66,7 @@ class Threshold(Sparsifier, Summing):
         return self._within_capacity(*at.ops.select(x, self.threshold, strict=True), at)
 
     def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True)
+        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True, out=at.out)
         return x, self._within_capacity(values, indices, at), finite
 
     def _within_capacity(self, values: Array, indices: Array, at: Site) -> Payload:

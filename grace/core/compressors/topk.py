@@ -77,5 +77,5 @@ class TopK(Sparsifier, Summing, Thinning):
         return {"values": values, "indices": indices}
 
     def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_top(at.ops, *total, keep_count(self.compress_ratio, at.spec.numel))
+        x, finite, values, indices = sum_top(at.ops, *total, keep_count(self.compress_ratio, at.spec.numel), at.out)
         return x, {"values": values, "indices": indices}, finite

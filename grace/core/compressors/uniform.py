@@ -111,7 +111,7 @@ class Uniform(Compressor, Negotiating):
         return {"codes": codes, "scale": at.negotiated}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return from_integers(at.ops, payload["codes"], payload["scale"], self.most)
+        return from_integers(at.ops, payload["codes"], payload["scale"], self.most, out=at.out)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         if len(payloads) == 1:
@@ -141,7 +141,9 @@ def _(ops: Native, x: Array, scale: Array, most: int, key: Key | None, dtype: st
 
 
 @composite(one_graph=True)
-def from_integers(ops: ArrayOps, codes: Array, scale: Array, most: int, onto: Array | None = None) -> Array:
+def from_integers(
+    ops: ArrayOps, codes: Array, scale: Array, most: int, onto: Array | None = None, out: Array | None = None
+) -> Array:
     """Return codes * scale / most in the dtype of the scale, added to `onto` if it is given, which is consumed.
 
     Kernels take integers of 8, 16 and 32 bits.
@@ -150,8 +152,10 @@ def from_integers(ops: ArrayOps, codes: Array, scale: Array, most: int, onto: Ar
 
 
 @from_integers.kernel(from_integers="[onto_ T], codes int8/int16/int32, scale T; most, has_onto -> T[codes]")
-def _(ops: Native, codes: Array, scale: Array, most: int, onto: Array | None = None) -> Array | None:
+def _(
+    ops: Native, codes: Array, scale: Array, most: int, onto: Array | None = None, out: Array | None = None
+) -> Array | None:
     dtype = ops.floating(scale)
     if dtype is None or ops.dtype(codes) == "int64":
         return None
-    return ops.total("from_integers", [codes, scale], [most], ops.length(codes), dtype, onto)
+    return ops.total("from_integers", [codes, scale], [most], ops.length(codes), dtype, onto, out=out)

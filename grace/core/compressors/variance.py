@@ -78,7 +78,7 @@ class Variance(Compressor, Selecting):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         words, scales = ([payload[name] for payload in payloads] for name in ("words", "scale"))
-        return power_sum(at.ops, words, scales, at.spec.numel)
+        return power_sum(at.ops, words, scales, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return power_sum(at.ops, [payload["words"]], [-payload["scale"]], at.spec.numel, onto=x)
@@ -125,7 +125,12 @@ def _(ops: Native, x: Array, noise: Array | None, alpha: float) -> tuple[Array, 
 
 @composite()
 def power_sum(
-    ops: ArrayOps, words: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None
+    ops: ArrayOps,
+    words: Sequence[Array],
+    scales: Sequence[Array],
+    n: int,
+    onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum of the results of `power_words`, added in the order of the ranks, to zeros or `onto`.
 
@@ -137,12 +142,19 @@ def power_sum(
         below = ops.bit_and(ops.shift_right(wide, INDEX_BITS), STEPS)
         size = scale * _power(ops, BIAS[dtype] - below, dtype)
         values.append(ops.where(wide < 0, -size, size))
-    return ops.sparse_sum(values, [_indices(ops, one) for one in words], n, onto)
+    return ops.sparse_sum(values, [_indices(ops, one) for one in words], n, onto, out)
 
 
 @power_sum.kernel(power_sum="[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]")
-def _(ops: Native, words: Sequence[Array], scales: Sequence[Array], n: int, onto: Array | None = None) -> Array | None:
-    return ops.total("power_sum", [*words, *scales], [len(words), n], n, ops.dtype(scales[0]), onto)
+def _(
+    ops: Native,
+    words: Sequence[Array],
+    scales: Sequence[Array],
+    n: int,
+    onto: Array | None = None,
+    out: Array | None = None,
+) -> Array | None:
+    return ops.total("power_sum", [*words, *scales], [len(words), n], n, ops.dtype(scales[0]), onto, out=out)
 
 
 @composite()

@@ -103,7 +103,7 @@ class Wangni(Compressor, Thinning):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         values, indices = sparse_entries(at.ops, payloads)
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, out=at.out)
 
 
 def sparse_entries(ops: ArrayOps, payloads: Sequence[Payload]) -> tuple[list[Array], list[Array]]:

@@ -86,7 +86,7 @@ class DGCMemory(Memory):
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, grad = at.ops, clipped(grad, self.gradient_clipping, at, at.norm)
-        momentum, x, finite = momentum_sum(ops, state["momentum"], self.momentum, grad, state["residual"])
+        momentum, x, finite = momentum_sum(ops, state["momentum"], self.momentum, grad, state["residual"], at.out)
         return Compensated(x, {"momentum": momentum}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
@@ -98,18 +98,25 @@ class DGCMemory(Memory):
 
 
 @composite()
-def momentum_sum(ops: ArrayOps, u: Array, m: float, g: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return m u + g, its sum with v, and whether that sum is finite."""
+def momentum_sum(
+    ops: ArrayOps, u: Array, m: float, g: Array, v: Array, out: tuple[Array, Array] | None = None
+) -> tuple[Array, Array, Array]:
+    """Return m u + g, its sum with v, and whether that sum is finite.
+
+    Kernels may write the first two to `out`, which may be u and v.
+    """
     momentum = ops.weighted_sum(u, m, g, 1)
     return momentum, *ops.finite_sum(v, 1, momentum, 1)
 
 
 @momentum_sum.kernel(momentum_sum="u T, g T, v T; ; m -> T[u], T[u], uint8[1]")
-def _(ops: Native, u: Array, m: float, g: Array, v: Array) -> tuple[Array, Array, Array] | None:
+def _(
+    ops: Native, u: Array, m: float, g: Array, v: Array, out: tuple[Array, Array] | None = None
+) -> tuple[Array, Array, Array] | None:
     dtype = ops.floating(u)
     if dtype is None or ops.floating(g) != dtype or ops.floating(v) != dtype:
         return None
-    n, outs = ops.length(u), ops.withdraw()
+    n = ops.length(u)
     outputs, lengths = [dtype, dtype, "bool"], [n, n, 1]
-    momentum, x, good = ops.run("momentum_sum", [u, g, v], (), [m], outputs=outputs, lengths=lengths, outs=outs)
+    momentum, x, good = ops.run("momentum_sum", [u, g, v], (), [m], outputs=outputs, lengths=lengths, out=out)
     return momentum, x, good

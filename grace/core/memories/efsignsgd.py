@@ -53,7 +53,7 @@ class EFSignMemory(Memory):
         return WeightedSum(state["residual"], 1.0, grad, self.lr)
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        x, finite = at.ops.finite_sum(state["residual"], 1, grad, self.lr)
+        x, finite = at.ops.finite_sum(state["residual"], 1, grad, self.lr, at.out)
         return Compensated(x, {}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:

@@ -32,7 +32,7 @@ class PowerSGDMemory(Memory):
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        x, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
+        x, finite = at.ops.finite_sum(state["residual"], 1, grad, 1, at.out)
         return Compensated(x, {}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:

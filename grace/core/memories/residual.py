@@ -73,7 +73,7 @@ class Residual(Memory):
             factor = ops.where(known, state["lr"] / ops.where(known, lr, 1.0), 1.0)
             residual = residual * ops.cast(factor, dtype)
             rest = {"lr": ops.where(lr > 0, lr, state["lr"])}
-        x, finite = ops.finite_sum(residual, self.beta, grad, self.gamma)
+        x, finite = ops.finite_sum(residual, self.beta, grad, self.gamma, at.out)
         return Compensated(x, rest, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:

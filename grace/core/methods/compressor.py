@@ -147,6 +147,9 @@ class Compressor(ABC):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         """Return the sum of the decoded payloads (default: decompress each and add in rank order)."""
+        if len(payloads) == 1:
+            return self.decompress(payloads[0], at)
+        at = at._replace(out=None)
         total = self.decompress(payloads[0], at)
         for payload in payloads[1:]:
             total = at.ops.weighted_sum(total, 1, self.decompress(payload, at), 1)
@@ -184,11 +187,11 @@ class Sparsifier(Compressor, Selecting):
         return beyond_int32(spec)
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        return at.ops.desparsify(payload["values"], payload["indices"], at.spec.numel)
+        return at.ops.desparsify(payload["values"], payload["indices"], at.spec.numel, at.out)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         values, indices = [p["values"] for p in payloads], [p["indices"] for p in payloads]
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return self.erase_(x, payload, at)

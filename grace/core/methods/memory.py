@@ -144,7 +144,7 @@ class Memory(ABC):
     def written_over(self) -> tuple[str, ...]:
         """Keys of the state over which the kernel that computes x may write its results (default: none).
 
-        Without roll-back, the engine offers their arrays by `writing_to`, in this order. No other kernel of
+        Without roll-back, the engine offers their arrays as `at.out`, in this order. No other kernel of
         `compensate` may take them, and nothing may read them afterwards. Define it in the class that defines
         `compensate`.
         """

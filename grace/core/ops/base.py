@@ -37,7 +37,6 @@ class Primitives(ABC):
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self._constants: dict[Hashable, Array] = {}
-        self._offered: Sequence[Array] = ()
 
     @property
     def products(self) -> str:
@@ -111,24 +110,8 @@ class Primitives(ABC):
         return arrays[0] if len(arrays) == 1 else self.concat(arrays)
 
     def room(self, nbytes: int) -> Array | None:
-        """Return uninitialized bytes, to parts of which kernels can write (`writing_to`); None if kernels cannot."""
+        """Return uninitialized bytes, to parts of which kernels can write (`out`); None if kernels cannot."""
         return None
-
-    def writing_to(self: Ops, *outs: Array) -> Ops:
-        """Return these operations for one call: the kernel that withdraws `outs` writes its first results to them.
-
-        `outs` are flat. A result whose dtype or length does not fit is allocated; the caller recognizes its arrays in
-        the results. The operations of other engines and threads stay as they are.
-        """
-        # Not copy.copy, which takes as long as a small kernel.
-        made: Ops = object.__new__(type(self))
-        vars(made).update(vars(self), _offered=outs)
-        return made
-
-    def withdraw(self) -> Sequence[Array]:
-        """Return the arrays of `writing_to` once, then none."""
-        outs, self._offered = self._offered, ()
-        return outs
 
     def is_same(self, x: Array, y: Array) -> bool:
         """Return whether two flat, contiguous arrays are the same memory. Only if `eager`."""

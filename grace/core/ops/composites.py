@@ -38,8 +38,11 @@ class ArrayOps(Primitives):
         second = y if b == 1 else y * self.cast(b, self.dtype(y))
         return x + second if a == 1 else self.add_(x * self.cast(a, self.dtype(x)), second)
 
-    def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
-        """Return a x + b y as `weighted_sum` does, and whether all of it is finite, as a 0-d condition."""
+    def finite_sum(self, x: Array, a: float, y: Array, b: float, out: Array | None = None) -> tuple[Array, Array]:
+        """Return a x + b y as `weighted_sum` does, and whether all of it is finite, as a 0-d condition.
+
+        Kernels may write the sum to `out`, which may be x.
+        """
         total = self.weighted_sum(x, a, y, b)
         return total, self.finite(total)
 
@@ -67,14 +70,17 @@ class ArrayOps(Primitives):
         """Return the Euclidean norm and the largest magnitude of a flat array, in x's dtype."""
         return self.norm(x), self.max_abs(x)
 
-    def flat_product(self, a: Array, b: Array, r: int) -> Array:
-        """Return A B^T, flat, of flat arrays a and b with the rows of matrices of r columns."""
+    def flat_product(self, a: Array, b: Array, r: int, out: Array | None = None) -> Array:
+        """Return A B^T, flat, of flat arrays a and b with the rows of matrices of r columns.
+
+        Kernels may write it to `out`.
+        """
         product = self.matmul(self.reshape(a, (-1, r)), self.reshape(b, (-1, r)), transpose_b=True)
         return self.reshape(product, (-1,))
 
-    def sub_product_(self, x: Array, a: Array, b: Array, r: int) -> tuple[Array, Array]:
+    def sub_product_(self, x: Array, a: Array, b: Array, r: int, out: Array | None = None) -> tuple[Array, Array]:
         """Return x - A B^T and A B^T, as `flat_product`; consumes the flat array x."""
-        product = self.flat_product(a, b, r)
+        product = self.flat_product(a, b, r, out)
         return self.sub_(x, product), product
 
     # --- random -------------------------------------------------------------------------------------------------
@@ -124,14 +130,21 @@ class ArrayOps(Primitives):
         values, _ = self.sparsify(x, k)
         return self.reshape(-self.max(-self.abs(values)), (1,))
 
-    def desparsify(self, values: Array, indices: Array, n: int) -> Array:
+    def desparsify(self, values: Array, indices: Array, n: int, out: Array | None = None) -> Array:
         """Return a dense array of n with the values at distinct indices. Raises PayloadError for an invalid index."""
-        return self.sparse_sum([values], [indices], n)
+        return self.sparse_sum([values], [indices], n, out=out)
 
-    def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+    def sparse_sum(
+        self,
+        values: Sequence[Array],
+        indices: Sequence[Array],
+        n: int,
+        onto: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
         """Add one payload after the other at its distinct indices, to zeros or to `onto`; consumes `onto`.
 
-        Raises PayloadError for an index out of range.
+        Without `onto`, kernels may write the sum to `out`. Raises PayloadError for an index out of range.
         """
         # Indices are distinct within one payload only: one scatter per payload keeps the order of addition, and
         # with it the sum, the same on every rank and device.

@@ -163,14 +163,15 @@ class Native(ArrayOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        outs: Sequence[Array] = (),
+        out: Array | tuple[Array, ...] | None = None,
     ) -> list[Array]:
         """Run a kernel and return its flat results; the shapes of its inputs do not matter.
 
         `integers` and `numbers` are Python numbers or, in a graph, 0-d tensors. `outputs` names the dtypes of the
         results and `lengths` their lengths, None where only the kernel knows them. The last one may be "bool": a
         condition, which the kernel writes as one uint8 of 0 or 1. With `consumes` the first input is changed in place
-        and is the first result. The first new arrays may be written to `outs` where dtype and length fit.
+        and is the first result. The first new arrays may be written to `out`, one array or a tuple, where dtype and
+        length fit.
         """
 
     def floating(self, x: Array) -> str | None:
@@ -197,15 +198,14 @@ class Native(ArrayOps):
         dtype: str,
         onto: Array | None,
         numbers: Sequence[Any] = (),
+        out: Array | None = None,
     ) -> Array:
         """Return the result of a kernel that adds payloads; its last integer is 1 if the sum starts from an array."""
         inputs = lists if onto is None else [onto, *lists]
         flag = int(onto is not None)
         consumes, integers = onto is not None, [*integers, flag]
-        outs, outputs = () if consumes else self.withdraw(), [dtype]
-        return self.run(kernel, inputs, integers, numbers, outputs=outputs, lengths=[n], consumes=consumes, outs=outs)[
-            0
-        ]
+        out = None if consumes else out
+        return self.run(kernel, inputs, integers, numbers, outputs=[dtype], lengths=[n], consumes=consumes, out=out)[0]
 
     # --- arithmetic -----------------------------------------------------------------------------------------------
 
@@ -215,12 +215,12 @@ class Native(ArrayOps):
             return super().weighted_sum(x, a, y, b)
         return self.run("weighted_sum", [x, y], (), [a, b], outputs=[dtype], lengths=[self.length(x)])[0]
 
-    def finite_sum(self, x: Array, a: float, y: Array, b: float) -> tuple[Array, Array]:
+    def finite_sum(self, x: Array, a: float, y: Array, b: float, out: Array | None = None) -> tuple[Array, Array]:
         dtype = self.floating(x)
         if dtype is None or self.floating(y) != dtype:
-            return super().finite_sum(x, a, y, b)
-        outputs, lengths, outs = [dtype, "bool"], [self.length(x), 1], self.withdraw()
-        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=outputs, lengths=lengths, outs=outs)
+            return super().finite_sum(x, a, y, b, out)
+        outputs, lengths = [dtype, "bool"], [self.length(x), 1]
+        total, good = self.run("finite_sum", [x, y], (), [a, b], outputs=outputs, lengths=lengths, out=out)
         return total, good
 
     def max_abs(self, x: Array) -> Array:
@@ -250,13 +250,18 @@ class Native(ArrayOps):
         return self.run("finite", [x], outputs=["bool"], lengths=[1])[0]
 
     def cast(self, x: Array, dtype: str) -> Array:
+        made = self.cast_half(x, dtype)
+        return super().cast(x, dtype) if made is None else made
+
+    def cast_half(self, x: Array, dtype: str, out: Array | None = None) -> Array | None:
+        """Return `cast` between float32 and 16-bit floats, perhaps written to `out`; None for other dtypes."""
         source = self.kind(x)
         if source == "float32" and dtype in HALF_DTYPES and len(x.shape) == 1:
             integers, lengths = [int(dtype == "bfloat16")], [self.length(x)]
-            return self.run("half", [x], integers, outputs=[dtype], lengths=lengths, outs=self.withdraw())[0]
+            return self.run("half", [x], integers, outputs=[dtype], lengths=lengths, out=out)[0]
         if source in HALF_DTYPES and dtype == "float32" and len(x.shape) == 1:
-            return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], outs=self.withdraw())[0]
-        return super().cast(x, dtype)
+            return self.run("wide", [x], outputs=[dtype], lengths=[self.length(x)], out=out)[0]
+        return None
 
     def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
         dtype = self.kind(rows[0])
@@ -338,11 +343,18 @@ class Native(ArrayOps):
         inputs, lengths = [x, indices, values], [self.length(x)]
         return self.run("scatter_add", inputs, outputs=[dtype], lengths=lengths, consumes=True)[0]
 
-    def sparse_sum(self, values: Sequence[Array], indices: Sequence[Array], n: int, onto: Array | None = None) -> Array:
+    def sparse_sum(
+        self,
+        values: Sequence[Array],
+        indices: Sequence[Array],
+        n: int,
+        onto: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
         dtype = self.floating(values[0])
         if dtype is None:
-            return super().sparse_sum(values, indices, n, onto)
-        return self.total("sparse_sum", [*values, *indices], [len(values), n], n, dtype, onto)
+            return super().sparse_sum(values, indices, n, onto, out)
+        return self.total("sparse_sum", [*values, *indices], [len(values), n], n, dtype, onto, out=out)
 
     # --- bits -----------------------------------------------------------------------------------------------------
 
@@ -367,19 +379,19 @@ class Native(ArrayOps):
         integers = [*sides, int(transpose_a), int(transpose_b)]
         return self.reshape(self._thin_product(a, b, integers, rows * columns), (rows, columns))
 
-    def flat_product(self, a: Array, b: Array, r: int) -> Array:
+    def flat_product(self, a: Array, b: Array, r: int, out: Array | None = None) -> Array:
         if self.thin(a, b, r) is None:
-            return super().flat_product(a, b, r)
+            return super().flat_product(a, b, r, out)
         n, m = self.length(a) // r, self.length(b) // r
-        return self._thin_product(a, b, [n, m, r, 0, 1], n * m, outs=self.withdraw())
+        return self._thin_product(a, b, [n, m, r, 0, 1], n * m, out)
 
-    def sub_product_(self, x: Array, a: Array, b: Array, r: int) -> tuple[Array, Array]:
+    def sub_product_(self, x: Array, a: Array, b: Array, r: int, out: Array | None = None) -> tuple[Array, Array]:
         dtype = self.thin(a, b, r)
         if dtype is None or dtype != self.floating(x):
-            return super().sub_product_(x, a, b, r)
+            return super().sub_product_(x, a, b, r, out)
         sides = [self.length(a) // r, self.length(b) // r, r]
-        lengths, outs = [self.length(x)] * 2, self.withdraw()
-        run = self.run("sub_product", [x, a, b], sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, outs=outs)
+        lengths = [self.length(x)] * 2
+        run = self.run("sub_product", [x, a, b], sides, outputs=[dtype] * 2, lengths=lengths, consumes=True, out=out)
         return run[0], run[1]
 
     def thin(self, x: Array, b: Array, r: int) -> str | None:
@@ -388,8 +400,8 @@ class Native(ArrayOps):
         # On a GPU, the frameworks' products are fast.
         return dtype if dtype == self.kind(b) and r <= MOST_THIN and self.device.startswith("cpu") else None
 
-    def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, outs: Sequence[Array] = ()) -> Array:
-        return self.run("thin_product", [a, b], integers, outputs=[self.dtype(a)], lengths=[size], outs=outs)[0]
+    def _thin_product(self, a: Array, b: Array, integers: list[Any], size: Any, out: Array | None = None) -> Array:
+        return self.run("thin_product", [a, b], integers, outputs=[self.dtype(a)], lengths=[size], out=out)[0]
 
     def _thin(
         self, a: Array, b: Array, transpose_a: bool, transpose_b: bool

@@ -46,8 +46,9 @@ class NativeNumpyOps(Native, NumpyOps):
         outputs: Sequence[str],
         lengths: Sequence[Any] = (),
         consumes: bool = False,
-        outs: Sequence[Array] = (),
+        out: Array | tuple[Array, ...] | None = None,
     ) -> list[Array]:
+        outs = () if out is None else out if isinstance(out, tuple) else (out,)
         try:
             results: list[Array] = module.run(
                 kernel, inputs, integers, numbers, consumes, self._threads, None, outs, outputs[-1] == "bool"
@@ -77,6 +78,10 @@ class NativeNumpyOps(Native, NumpyOps):
             if x.ndim == 1 and dtype == "float32" and x.dtype == _BFLOAT16:
                 return self.run("wide", [x.view(np.uint16)], outputs=[dtype])[0]
         return super().cast(x, dtype)
+
+    def cast_half(self, x: Array, dtype: str, out: Array | None = None) -> Array | None:
+        # Only `cast` knows the bfloat16 of NumPy.
+        return None if "bfloat16" in (dtype, self.kind(x)) else super().cast_half(x, dtype, out)
 
     def half_sum(self, rows: Sequence[Array], factor: float = 1.0) -> Array:
         if all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype == _BFLOAT16 for row in rows):

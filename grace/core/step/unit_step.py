@@ -104,7 +104,7 @@ class UnitStep:
         total = unit.memory.to_add(gradient, memory, self.site) if unit.sums else None
         over, at = unit.written_over, self.site
         if self._owned and over:
-            at = Site(ops.writing_to(*(memory[key] for key in over)), *at[1:])
+            at = at._replace(out=tuple(memory[key] for key in over))
         if total is None:
             self._prepare(gradient, at)
         else:
@@ -162,8 +162,7 @@ class UnitStep:
         unit, ops = self.unit, self.site.ops
         if negotiated is not None:
             self.site = self.site._replace(negotiated=negotiated)
-        # A site of its own, as for the merge.
-        at = self.site if self._place is None else Site(ops.writing_to(self._place), *self.site[1:])
+        at = self.site if self._place is None else self.site._replace(out=self._place)
         if unit.checks:
             assert isinstance(unit.compressor, Checking)
             self.payload, finite = unit.compressor.compress_checked(self.x, at)
@@ -272,8 +271,7 @@ class UnitStep:
         factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
         if not unit.memory.finishes:
             factor, back = factor * back, 1.0
-        # A site of its own for this merge: no other engine, and no later call, may write to `out`.
-        there = site if out is None else Site(ops.writing_to(out), *site[1:])
+        there = site if out is None else site._replace(out=out)
         gradient, factor, memory = self._merge(payloads, factor, there)
         learnt = site.state if unit.learning is None else unit.learning.learn(payloads, site)
         states = {"memory": memory, "compressor": learnt}
@@ -312,9 +310,7 @@ class UnitStep:
         self, bringing: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
     ) -> Concluded:
         """Do the same with the one payload in which an owner has sent the mean on."""
-        unit, ops, there = self.unit, self.site.ops, bringing.site
-        if out is not None:
-            there = Site(ops.writing_to(out), *there[1:])
+        unit, ops, there = self.unit, self.site.ops, bringing.site._replace(out=out)
         gradient, factor = _merged_times(bringing.unit, payloads, unit.memory.gain, there)
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
         back = 1.0 if self._average or not averages else float(self.site.size)

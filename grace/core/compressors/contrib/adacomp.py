@@ -81,7 +81,7 @@ class AdaComp(Compressor, Selecting):
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         parts = [part for payload in payloads for part in _parts(payload, payload["scale"], at)]
         values, indices = zip(*parts, strict=True)
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values, indices = zip(*_parts(payload, -payload["scale"], at), strict=True)

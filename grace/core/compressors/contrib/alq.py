@@ -88,7 +88,7 @@ class ALQ(NUQSGD):
         width = self.width(n)
         norms = bucket_norms(ops, x, width, self.norm)
         levels = {"levels": self._fitted(x, norms, at)}
-        codes = round_packed(ops, x, norms, self._levels(levels, at), width, at.private_key)
+        codes = round_packed(ops, x, norms, self._levels(levels, at), width, at.private_key, at.out)
         return {**levels, "norms": norms, "codes": codes}
 
     def _levels(self, payload: Payload, at: Site) -> Array:

@@ -202,7 +202,7 @@ class DeepReduce(Compressor, Selecting, Thinning):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         values, indices = zip(*(self._decode(payload, at) for payload in payloads), strict=True)
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         if not self.pieces:

@@ -144,7 +144,7 @@ class FedQCS(Compressor, Thinning):
         roots = [1 / math.sqrt(m) for m in (width, measured[-1])]
         factors = ops.concat([ops.full(len(measured) - 1, roots[0], dtype), ops.full(1, roots[1], dtype)])
         deviations = bucket_norms(ops, y, width, "l2") * factors
-        codes = round_packed(ops, y, deviations, self._levels(at), width, None)
+        codes = round_packed(ops, y, deviations, self._levels(at), width, None, at.out)
         return {"scales": self._fit(x, self._found(codes, at), at) * largest, "codes": codes}
 
     def _fit(self, x: Array, found: Array, at: Site) -> Array:

@@ -95,7 +95,7 @@ class Kashin(Compressor):
         ops = at.ops
         coefficients = spread_in_frame(ops, x, self.block_size, self.redundancy, at.key)
         scales = bucket_norms(ops, coefficients, self.block_size, "max")
-        codes = round_packed(ops, coefficients, scales, self._levels(at), self.block_size, at.private_key)
+        codes = round_packed(ops, coefficients, scales, self._levels(at), self.block_size, at.private_key, at.out)
         return {"scales": scales, "codes": codes}
 
     def decompress(self, payload: Payload, at: Site) -> Array:

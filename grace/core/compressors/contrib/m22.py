@@ -90,7 +90,10 @@ class _WeightedLevels(Compressor):
         count, width = 1 << (self.bits - 1), max(1, at.spec.numel)
         magnitudes = fitted(ops, sizes, zero, ops.max(sizes), count, at.private_key, self.power, ends=False)
         one = ops.full(1, 1.0, at.spec.work_dtype)
-        return {"magnitudes": magnitudes, "codes": round_packed(ops, x, one, both_signs(ops, magnitudes), width, None)}
+        return {
+            "magnitudes": magnitudes,
+            "codes": round_packed(ops, x, one, both_signs(ops, magnitudes), width, None, at.out),
+        }
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -99,4 +102,4 @@ class _WeightedLevels(Compressor):
         ops, n = at.ops, at.spec.numel
         scales = [ops.full(1, 1.0, at.spec.work_dtype)] * len(payloads)
         levels = [both_signs(ops, payload["magnitudes"]) for payload in payloads]
-        return levels_sum(ops, [payload["codes"] for payload in payloads], scales, levels, max(1, n), n)
+        return levels_sum(ops, [payload["codes"] for payload in payloads], scales, levels, max(1, n), n, out=at.out)

@@ -114,7 +114,7 @@ class MUCSC(Compressor, Selecting):
         else:
             centroids = fitted(ops, x, *_ends(ops, x), 1 << self.bits, key, 0, ends=True)
         levels = self._levels({"centroids": centroids}, at)
-        codes = round_packed(ops, x, ops.full(1, 1.0, ops.dtype(x)), levels, max(1, ops.length(x)), key)
+        codes = round_packed(ops, x, ops.full(1, 1.0, ops.dtype(x)), levels, max(1, ops.length(x)), key, at.out)
         return {"centroids": centroids, **payload, "codes": codes}
 
     def _levels(self, payload: Payload, at: Site) -> Array:
@@ -137,16 +137,23 @@ class MUCSC(Compressor, Selecting):
     def _sum(self, payloads: Sequence[Payload], factor: float, at: Site, onto: Array | None = None) -> Array:
         ops, n = at.ops, at.spec.numel
         if not self.super_cluster:
-            return self._values(payloads, factor, at, onto)
+            return self._values(payloads, factor, at, onto, at.out)
         values = [self._values([payload], factor, at) for payload in payloads]
-        return ops.sparse_sum(values, [payload["indices"] for payload in payloads], n, onto=onto)
+        return ops.sparse_sum(values, [payload["indices"] for payload in payloads], n, onto, at.out)
 
-    def _values(self, payloads: Sequence[Payload], factor: float, at: Site, onto: Array | None = None) -> Array:
+    def _values(
+        self,
+        payloads: Sequence[Payload],
+        factor: float,
+        at: Site,
+        onto: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
         """Return the sum of what the codes stand for, times a factor."""
         ops, kept = at.ops, self._kept(at.spec.numel)
         scales = [ops.full(1, factor, at.spec.work_dtype)] * len(payloads)
         levels = [self._levels(payload, at) for payload in payloads]
-        return levels_sum(ops, [p["codes"] for p in payloads], scales, levels, max(1, kept), kept, onto=onto)
+        return levels_sum(ops, [p["codes"] for p in payloads], scales, levels, max(1, kept), kept, onto, out)
 
 
 def _ends(ops: ArrayOps, x: Array) -> tuple[Array, Array]:

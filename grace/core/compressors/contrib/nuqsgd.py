@@ -79,13 +79,13 @@ class NUQSGD(BucketQuantizer):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, self.width(at.spec.numel)
         norms = bucket_norms(ops, x, width, self.norm)
-        codes = round_packed(ops, x, norms, self._levels({}, at), width, at.private_key)
+        codes = round_packed(ops, x, norms, self._levels({}, at), width, at.private_key, at.out)
         return {"norms": norms, "codes": codes}
 
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         n, codes = at.spec.numel, [payload["codes"] for payload in payloads]
         levels = [self._levels(payload, at) for payload in payloads]
-        return levels_sum(at.ops, codes, scales, levels, self.width(n), n, onto=onto)
+        return levels_sum(at.ops, codes, scales, levels, self.width(n), n, onto, at.out)
 
     def _levels(self, payload: Payload, at: Site) -> Array:
         """Return all levels, ascending, with the last one repeated up to a power of two."""

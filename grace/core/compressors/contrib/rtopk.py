@@ -62,7 +62,7 @@ class RTopK(Sparsifier, Summing, Thinning):
         return self._chosen(*at.ops.sparsify(x, self._largest(at)), at)
 
     def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_top(at.ops, *total, self._largest(at))
+        x, finite, values, indices = sum_top(at.ops, *total, self._largest(at), at.out)
         return x, self._chosen(values, indices, at), finite
 
     def _largest(self, at: Site) -> int:

@@ -74,7 +74,7 @@ class SBC(Compressor, Selecting, Thinning):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         values = [_values(payload, payload["mean"], at) for payload in payloads]
-        return at.ops.sparse_sum(values, [payload["indices"] for payload in payloads], at.spec.numel)
+        return at.ops.sparse_sum(values, [payload["indices"] for payload in payloads], at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values = _values(payload, -payload["mean"], at)

@@ -66,7 +66,7 @@ class Strom(Compressor, Selecting, Summing):
         return self._words(*at.ops.select(x, self.threshold, strict=True), at)
 
     def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True)
+        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True, out=at.out)
         return x, self._words(values, indices, at), finite
 
     def _words(self, values: Array, indices: Array, at: Site) -> Payload:
@@ -83,7 +83,7 @@ class Strom(Compressor, Selecting, Summing):
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
         values, indices = zip(*(self._read(payload, at, self.threshold) for payload in payloads), strict=True)
-        return at.ops.sparse_sum(values, indices, at.spec.numel)
+        return at.ops.sparse_sum(values, indices, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         values, indices = self._read(payload, at, -self.threshold)

@@ -101,7 +101,7 @@ class UVeQFed(BucketQuantizer):
         ops, width, key = at.ops, self.width(at.spec.numel), at.private_key
         norms = bucket_norms(ops, x, width, "max")
         if self.dimension == 1:
-            codes = round_packed(ops, x, norms, self._levels(at), width, key)
+            codes = round_packed(ops, x, norms, self._levels(at), width, key, at.out)
         else:
             codes = self._nearest(x, norms, key, at)
         return {"norms": norms, "salt": ops.full(1, key.rank, "int32"), "codes": codes}
@@ -138,7 +138,9 @@ class UVeQFed(BucketQuantizer):
         for payload, scale in zip(payloads, scales, strict=True):
             key = Key(at.key.seed, at.key.step, ops.bit_and(ops.cast(payload["salt"], "int64"), MASK)[0])
             if self.dimension == 1:
-                values = levels_sum(ops, [payload["codes"]], [scale], [self._levels(at)], width, n)
+                values = levels_sum(
+                    ops, [payload["codes"]], [scale], [self._levels(at)], width, n, out=at.out if onto is None else None
+                )
                 shift, unit = ops.cast(ops.uniform(n, key), at.spec.work_dtype) - 0.5, 2 / ((1 << self.bits) - 1)
                 values = ops.sub_(values, _scaled(at, shift, scale * ops.cast(unit, at.spec.work_dtype), width))
             else:

@@ -116,7 +116,7 @@ class VQSGD(BucketQuantizer):
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         ops, n = at.ops, at.spec.numel
         codes = [ops.unpack(payload["codes"], self.bits, self._vertices(n)) for payload in payloads]
-        return vertices_sum(ops, codes, scales, self.bucket_size, self.samples, n, onto=onto)
+        return vertices_sum(ops, codes, scales, self.bucket_size, self.samples, n, onto, at.out)
 
 
 @composite(one_graph=True)
@@ -172,6 +172,7 @@ def vertices_sum(
     samples: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Return the sum over payloads of scale times how often each of n elements was drawn, with its sign.
 
@@ -197,9 +198,10 @@ def _(
     samples: int,
     n: int,
     onto: Array | None = None,
+    out: Array | None = None,
 ) -> Array | None:
     integers = [len(codes), width, samples, n]
-    return ops.total("vertices_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto)
+    return ops.total("vertices_sum", [*codes, *scales], integers, n, ops.dtype(scales[0]), onto, out=out)
 
 
 def _firsts(ops: ArrayOps, buckets: int, samples: int, width: int) -> Array:
