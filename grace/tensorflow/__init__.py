@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from grace.tensorflow import loss_scale as _loss_scale  # noqa: F401 - changes Keras' LossScaleOptimizer
-from grace.tensorflow import train_function as _train_function  # noqa: F401 - changes Keras' Model
+from grace.tensorflow import replaced as _replaced  # noqa: F401 - changes Keras' LossScaleOptimizer and Model
 from grace.tensorflow.callbacks import (
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,

@@ -12,14 +12,27 @@ from grace.core.config.schedule import as_changes
 from grace.core.errors import ConfigError, MismatchError
 from grace.core.guards.agreement import Meeting
 from grace.core.transport.transport import TIMEOUT
-from grace.tensorflow.broadcast import broadcast
+from grace.tensorflow.exchange import Exchange
+from grace.tensorflow.transport import broadcast
 from grace.tensorflow.waiting import gather
 
 
-def _gather(model: keras.Model, process_set: Any, purpose: str, where: str) -> Callable[[Any], list[Any]]:
+def _gather(callback: Any, purpose: str) -> Callable[[Any], list[Any]]:
     """Return the function that gathers the values of all ranks, with the time limit of the model's exchange."""
-    exchange = getattr(model.optimizer, "grace", None)
-    return gather(process_set, purpose, where, TIMEOUT if exchange is None else exchange.timeout)
+    exchange = getattr(callback.model.optimizer, "grace", None)
+    timeout = TIMEOUT if exchange is None else exchange.timeout
+    return gather(callback.process_set, purpose, type(callback).__name__, timeout)
+
+
+def _exchange_of(callback: keras.callbacks.Callback) -> Exchange:
+    """Return the exchange of the model's optimizer. Raises ConfigError if there is none."""
+    exchange = getattr(callback.model.optimizer, "grace", None)
+    if exchange is None:
+        raise ConfigError(
+            f"{type(callback).__name__}: expected a model whose optimizer compresses, received a plain optimizer; "
+            "wrap it with grace.tensorflow.DistributedOptimizer before model.compile()."
+        )
+    return exchange
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -48,10 +61,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        where = "BroadcastGlobalVariablesCallback"
         optimizer, exchange = self.model.optimizer, getattr(self.model.optimizer, "grace", None)
         # The broadcast itself has no time limit.
-        with Meeting(_gather(self.model, self.process_set, "broadcast", where), where) as meeting:
+        with Meeting(_gather(self, "broadcast"), type(self).__name__) as meeting:
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
@@ -76,9 +88,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Replace the metrics in `logs` by their mean over all ranks."""
         if logs is None:
             return
-        everyone = _gather(self.model, self.process_set, "metrics", "MetricAverageCallback")(
-            {name: float(value) for name, value in logs.items()}
-        )
+        everyone = _gather(self, "metrics")({name: float(value) for name, value in logs.items()})
         different = sorted({name for other in everyone for name in set(other) ^ set(everyone[0])})
         if different:
             raise MismatchError(
@@ -99,13 +109,7 @@ class StatisticsCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the exchange of the model's optimizer."""
-        exchange = getattr(self.model.optimizer, "grace", None)
-        if exchange is None:
-            raise ConfigError(
-                "StatisticsCallback: expected a model whose optimizer compresses, received a plain optimizer; "
-                "wrap it with grace.tensorflow.DistributedOptimizer before model.compile()."
-            )
-        self._exchange = exchange
+        self._exchange = _exchange_of(self)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forget the steps of the last epoch."""
@@ -139,12 +143,7 @@ class ScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Apply the schedule's change for the epoch."""
-        exchange = getattr(self.model.optimizer, "grace", None)
-        if exchange is None:
-            raise ConfigError(
-                "ScheduleCallback: expected a model whose optimizer compresses, received a plain optimizer; "
-                "wrap it with grace.tensorflow.DistributedOptimizer before model.compile()."
-            )
+        exchange = _exchange_of(self)
         changes = as_changes(self.schedule(epoch))
         if changes and changes != self._last:
             self._last = changes

@@ -14,10 +14,10 @@ from horovod.common.exceptions import HorovodInternalError
 from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Meeting
 from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps, refusal_of_process_sets
-from grace.tensorflow.broadcast import broadcast
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import inside
 from grace.tensorflow.optimizer import Distributed, innermost
+from grace.tensorflow.transport import broadcast
 
 _WHERE = "grace.tensorflow.KerasState"
 
@@ -87,7 +87,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def restore(self) -> None:
         """Return to the last copy."""
         for exchange, saved in self._saved_exchanges:
-            exchange.go_back(saved)
+            exchange.go_back(*saved)
         for variable, value in self._saved_variables:
             variable.assign(value)
         super().restore()
@@ -107,19 +107,19 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def sync(self) -> None:
         """Give all ranks what is equal on them, from rank 0. What they hold back stays with each."""
         keeping = [self._meet(number) for number in range(len(self._exchanges))]
-        shared = [variable for exchange, _ in self._exchanges for variable in exchange.run.slots.shared_variables]
+        shared = [variable for exchange, _ in self._exchanges for variable in exchange.run.shared_variables]
         own = {id(variable) for variable in self._accumulators()}
         broadcast([*(v for v in self._of_keras(self.model.weights) if id(v) not in own), *shared], root_rank=0)
         for (exchange, _), keeps in zip(self._exchanges, keeping, strict=True):
             if not keeps:
-                exchange.run.hold_nothing_back()
+                exchange.run.reset_memories()
         self._save_variables()
         super().sync()
 
     def _meet(self, number: int) -> bool:
         """Compare an exchange with that of the other ranks; return whether this one keeps what it holds back."""
         exchange, crew = self._exchanges[number]
-        with Meeting(lambda mine: exchange.meet([mine], f"sync {number}", "state.sync()"), _WHERE) as meeting:
+        with Meeting(lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"), _WHERE) as meeting:
             meeting.mine = {**exchange.described(), **crew.described()}
         return crew.met(meeting.everyone, exchange.rank)
 
@@ -130,7 +130,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     def _of_keras(self, of_model: list[Any]) -> list[tf.Variable]:
         """Return variables of the model, and those of the optimizer that do not belong to an exchange."""
-        of_grace = {id(v) for exchange, _ in self._exchanges for v in exchange.run.slots.variables}
+        of_grace = {id(v) for exchange, _ in self._exchanges for v in exchange.run.variables}
         every = [inside(v) for v in (*of_model, *self.optimizer.variables)]
         return [v for v in every if id(v) not in of_grace]
 

@@ -38,34 +38,41 @@ def common_kinds(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | N
     return common
 
 
-def nothing(spec: TensorSpec, kind: str | None) -> Gradient:
-    """Return a zero gradient of this kind, for a rank that has none."""
+def kind_of(gradient: Gradient | None, rows: bool) -> str | None:
+    """Return the form of a gradient: "dense", "rows of DTYPE" (of the indices) where `rows` are allowed, or None."""
+    if gradient is None:
+        return None
+    return f"rows of {gradient.indices.dtype.name}" if rows and isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def as_kind(gradient: Gradient | None, kind: str, spec: TensorSpec) -> Gradient:
+    """Return a gradient in this form, with the shape and dtype of `spec`; None stands for zeros."""
+    if gradient is not None:
+        gradient = tf.cast(gradient, spec.dtype)
     if kind == "dense":
-        return tf.zeros(spec.shape, spec.dtype)
-    indices = tf.zeros([0], str(kind).removeprefix("rows of "))
-    return tf.IndexedSlices(tf.zeros([0, *spec.shape[1:]], spec.dtype), indices, tf.constant(spec.shape))
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(spec.shape))
+        dense = tf.zeros(spec.shape, spec.dtype) if gradient is None else tf.convert_to_tensor(gradient)
+        return tf.ensure_shape(dense, spec.shape)
+    if gradient is None:
+        values, indices = tf.zeros([0, *spec.shape[1:]], spec.dtype), tf.zeros([0], tf.int32)
+    elif isinstance(gradient, tf.IndexedSlices):
+        values, indices = gradient.values, gradient.indices
+    else:
+        values, indices = gradient, tf.range(spec.shape[0])
+    return tf.IndexedSlices(values, tf.cast(indices, kind.removeprefix("rows of ")), tf.constant(spec.shape))
 
 
-def as_rows(gradient: Gradient, kind: str) -> tf.IndexedSlices:
-    """Return a gradient as rows, with indices of the dtype in the kind."""
-    dtype = tf.as_dtype(kind.removeprefix("rows of "))
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, dtype), gradient.dense_shape)
-    return tf.IndexedSlices(gradient, tf.range(gradient.shape[0], dtype=dtype), tf.constant(tuple(gradient.shape)))
+def signature_of(spec: TensorSpec, kind: str | None) -> tf.TypeSpec:
+    """Return the type of a gradient in this form in a graph, for any number of rows."""
+    if kind in (None, "dense"):
+        return tf.TensorSpec(spec.shape, spec.dtype)
+    return tf.IndexedSlicesSpec(spec.shape, spec.dtype, kind.removeprefix("rows of "), tf.int32, [None])
 
 
 def nbytes(gradient: tf.IndexedSlices) -> tf.Tensor:
     """Return the size of the rows and their indices in bytes."""
     return sum(tf.size(x, tf.int64) * x.dtype.size for x in (gradient.values, gradient.indices))
-
-
-def flat(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    """Return the tensors of the gradients; rows give two, values and indices."""
-    return [
-        tensor
-        for gradient in gradients
-        for tensor in ([gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient])
-    ]
 
 
 def names_of(variables: Sequence[Any], saved: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ accumulated gradient is sent once.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,21 +25,20 @@ from grace.core.errors import ConfigError, StepError
 from grace.core.guards.agreement import Meeting
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
+from grace.core.session.local_steps import check_local_steps
+from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
-from grace.tensorflow.gradients import Gradient
-from grace.tensorflow.local import MULTI_OPTIMIZER, check_local, step_locally
+from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport
 from grace.tensorflow.waiting import gather, is_elastic
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
-# Horovod's arguments that are not supported, with the reasons.
-_REFUSED = {
-    "compression": "belongs to Horovod; name a compressor in the configuration instead, for example "
-    "config={'compressor': 'fp16'}",
-    "groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
-    "num_groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
+# Keras 3.12, the last one for Python 3.10, has none.
+MULTI_OPTIMIZER: type | tuple[()] = getattr(keras.optimizers, "MultiOptimizer", ())
+# Arguments of Horovod's that only TensorFlow has, with the reasons why they are not supported.
+REFUSED = {
     "use_locking": "belongs to TensorFlow 1 optimizers; leave it out",
     "device_dense": "would move tensors between devices; leave it out. Gradients are exchanged on their own device",
     "device_sparse": "would move tensors between devices; leave it out. Gradients are exchanged on their own device",
@@ -94,12 +94,12 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         return [mine] if is_elastic() else gather(process_set, "optimizer", f"{_WHERE}()", timeout)(mine)
 
     with Meeting(met, _WHERE) as meeting:
-        refuse(options, _WHERE)
+        refuse_arguments(options, _WHERE, REFUSED)
         refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
         # Raises ConfigError for a process set that is not registered with Horovod.
         HorovodTransport(process_set, "")
-        exchange = Exchange(
+        exchange = OptimizerExchange(
             config,
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
@@ -120,7 +120,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             exchange.times.start_as_told(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
         if local_steps != 1:
-            check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
+            _check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
         meeting.mine = {
             **exchange.describe(),
             "backward_passes_per_step": backward_passes_per_step,
@@ -160,13 +160,6 @@ def check_process(where: str, process_set: Any) -> None:
         )
 
 
-def refuse(options: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for an argument that is not supported."""
-    for name, why in _REFUSED.items():
-        if name in options:
-            raise ConfigError(f"{where}: the argument '{name}' {why}.")
-
-
 def _check(optimizer: Any) -> None:
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
@@ -204,6 +197,16 @@ def _check_passes(optimizer: Any, passes: int) -> None:
         )
 
 
+def _check_local(optimizer: Any, exchange: Exchange, local_steps: int, passes: int) -> None:
+    average, factor = exchange.op == hvd.Average, exchange.gradient_predivide_factor
+    check_local_steps(exchange.config, local_steps, _WHERE, average=average, passes=passes, factor=factor)
+    if isinstance(optimizer, MULTI_OPTIMIZER) or optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"{_WHERE}: local_steps cannot be combined with gradient accumulation or a MultiOptimizer; "
+            "leave local_steps out, or use a plain optimizer."
+        )
+
+
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer inside LossScaleOptimizers, which applies the gradients."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -228,10 +231,45 @@ class _Call:
     asked: bool = False
 
 
+class OptimizerExchange(Exchange):
+    """The exchange of an optimizer, which has its learning rate and saves its variables."""
+
+    _optimizer: Any
+
+    def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
+        return self._optimizer.add_variable(
+            shape=tuple(value.shape),
+            dtype=value.dtype.name,
+            initializer=lambda shape, dtype: tf.cast(value, dtype),
+            name=f"grace_{name}".replace("/", "_"),
+        ).value
+
+    def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
+        optimizer, dropped = self._optimizer, {id(variable) for variable in variables}
+        kept = [variable for variable in optimizer._variables if id(variable.value) not in dropped]
+        # TensorFlow saves no list from which something was taken. So there is a new one, which TensorFlow tracks and to
+        # which Keras adds variables. An ordinary assignment would have Keras track it, too.
+        made = tf.__internal__.tracking.wrap(kept)
+        object.__setattr__(optimizer, "_variables", made)
+        optimizer._track_trackable(made, "_variables", overwrite=True)
+        optimizer._tracker.config["variables"] = optimizer._tracker.config["variables"][0], made
+        optimizer._tracker.stored_ids["variables"] = {id(variable) for variable in kept}
+
+    def _iterations(self) -> int:
+        return int(self._optimizer._iterations)
+
+    def _learning_rate(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._optimizer._get_current_learning_rate())
+
+    def _equal_variables(self) -> Sequence[tf.Variable | None]:
+        # With local steps, the weights of a rank are its own between two exchanges.
+        return self._optimizer._met if self._optimizer._local_steps > 1 else super()._equal_variables()
+
+
 class Distributed:
     """Mixin for the class of a Keras optimizer, which exchanges the gradients."""
 
-    grace: Exchange
+    grace: OptimizerExchange
     # True if it has taken steps before it was wrapped: functions may exist that were traced without an exchange.
     wrapped_late = False
     # The class without the mixin.
@@ -263,30 +301,8 @@ class Distributed:
             )
         self.grace.build(variables)
         if self._local_steps > 1:
-            # The weights of a rank are its own between two exchanges.
-            self.grace.equal_weights = lambda: self._met
-            self._met = [self._make_variable(f"met_{i}", tf.convert_to_tensor(v)) for i, v in enumerate(variables)]
-
-    def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
-        """Make a variable of the optimizer, which Keras and TensorFlow save with it."""
-        return self.add_variable(
-            shape=tuple(value.shape),
-            dtype=value.dtype.name,
-            initializer=lambda shape, dtype: tf.cast(value, dtype),
-            name=f"grace_{name}".replace("/", "_"),
-        ).value
-
-    def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
-        """Drop variables of `_make_variable`."""
-        dropped = {id(variable) for variable in variables}
-        kept = [variable for variable in self._variables if id(variable.value) not in dropped]
-        # TensorFlow saves no list from which something was taken. So there is a new one, which TensorFlow tracks and to
-        # which Keras adds variables. An ordinary assignment would have Keras track it, too.
-        made = tf.__internal__.tracking.wrap(kept)
-        object.__setattr__(self, "_variables", made)
-        self._track_trackable(made, "_variables", overwrite=True)
-        self._tracker.config["variables"] = self._tracker.config["variables"][0], made
-        self._tracker.stored_ids["variables"] = {id(variable) for variable in kept}
+            values = map(tf.convert_to_tensor, variables)
+            self._met = [self.grace._make_variable(f"met_{i}", value) for i, value in enumerate(values)]
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
@@ -300,13 +316,13 @@ class Distributed:
             super().apply(grads, trainable_variables)
             return
         if self._local_steps > 1:
-            step_locally(self, lambda: super(Distributed, self).apply(grads, trainable_variables), trainable_variables)
+            self._apply_locally(grads, trainable_variables)
             return
         # Keras drops variables without a gradient on this rank, although another rank may have one.
         grads = self._filled(grads, trainable_variables)
         if isinstance(self, MULTI_OPTIMIZER):
             # A MultiOptimizer never clips. Its inner optimizers do, and they are plain ones.
-            grads = self.exchanged(grads, self._call.places)
+            grads = self.exchanged(grads)
         super().apply(grads, trainable_variables)
         if not (self._call.asked or self.gradient_accumulation_steps):
             raise StepError(
@@ -348,19 +364,54 @@ class Distributed:
 
     def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:
         if not self._exchanged:
-            grads = self.exchanged(grads, self._call.places)
+            grads = self.exchanged(grads)
         return super()._clip_gradients(grads)
 
-    def exchanged(
-        self, grads: Sequence[Gradient | None], places: Sequence[int], loss_scale: tf.Tensor | None = None
-    ) -> list[Gradient | None]:
-        """Exchange gradients and return those to apply. `places` holds the indices of their variables."""
+    def exchanged(self, grads: Sequence[Gradient | None], loss_scale: tf.Tensor | None = None) -> list[Gradient | None]:
+        """Exchange the gradients of this call of `apply`, and return those to apply."""
         self._call.asked = True
-        given = _placed(grads, places, len(self._trainable_variables))
+        given = _placed(grads, self._call.places, len(self._trainable_variables))
         merged = self.grace(given, absent=self._call.absent, loss_scale=loss_scale)
         if self._summed_passes > 1:
             merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
-        return [merged[place] for place in places]
+        return [merged[place] for place in self._call.places]
+
+    @contextmanager
+    def after_exchange(self) -> Iterator[None]:
+        """Let `apply` take the gradients as they are."""
+        self._exchanged = True
+        try:
+            yield
+        finally:
+            self._exchanged = False
+
+    def _apply_locally(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None) -> None:
+        """Apply this rank's gradients, and exchange the weights after every `_local_steps`-th step.
+
+        `grace.core.session.local_steps` has the method.
+        """
+        self._known(trainable_variables)
+        variables, met, exchange = [inside(v) for v in self._trainable_variables], self._met, self.grace
+        # The first call contacts the other ranks. That must happen outside of the conditional branches below.
+        exchange.filled([tf.zeros_like(v) for v in variables])
+
+        def remember() -> tf.Tensor:
+            # The weights may have been loaded or broadcast since the last exchange.
+            for weights, v in zip(met, variables, strict=True):
+                weights.assign(v)
+            return tf.constant(True)
+
+        def meet() -> tf.Tensor:
+            moved = exchange([weights - v for weights, v in zip(met, variables, strict=True)])
+            for weights, v, mean in zip(met, variables, moved, strict=True):
+                v.assign(weights - tf.convert_to_tensor(mean))
+            return tf.constant(True)
+
+        done = self._iterations.value
+        tf.cond(done % self._local_steps == 0, remember, lambda: tf.constant(False))
+        with self.after_exchange():
+            super().apply(grads, trainable_variables)
+        tf.cond(done % self._local_steps == 0, meet, lambda: tf.constant(False))
 
     def get_config(self) -> dict[str, Any]:
         """Return the configurations of the Keras optimizer and of the exchange."""
@@ -373,12 +424,7 @@ class Distributed:
             ranks = None if exchange.process_set is hvd.global_process_set else list(exchange.process_set.ranks)
         return {
             "optimizer": keras.optimizers.serialize(plain),
-            "grace": {
-                "config": exchange.config.to_dict(),
-                "op": exchange.op,
-                "gradient_predivide_factor": exchange.gradient_predivide_factor,
-                "sparse_as_dense": exchange.sparse_as_dense,
-            },
+            "grace": {"config": exchange.config.to_dict(), **exchange.arguments},
             "history": [before.to_dict() for before in exchange.history],
             "names": list(exchange.names),
             "ranks": ranks,
@@ -400,7 +446,7 @@ class Distributed:
         """Make the optimizer from the result of `get_config`."""
         # This must not contact other ranks, because a single process may load a model.
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
-        exchange = Exchange(**config["grace"])
+        exchange = OptimizerExchange(**config["grace"])
         exchange.names = tuple(config["names"])
         exchange.history = [make_config(before) for before in config["history"]]
         distributed = _distribute(optimizer, exchange, config["summed_passes"], config["local_steps"])
@@ -421,12 +467,11 @@ def _class(plain: type) -> type:
     return keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
 
 
-def _distribute(optimizer: Any, exchange: Exchange, summed_passes: int, local_steps: int) -> Any:
+def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int, local_steps: int) -> Any:
     optimizer.__class__ = _class(type(optimizer))
     optimizer.grace = exchange
-    exchange.iterations = lambda: int(optimizer._iterations)
-    exchange.learning_rate = lambda: tf.convert_to_tensor(optimizer._get_current_learning_rate())
-    exchange.make_variable, exchange.drop_variables = optimizer._make_variable, optimizer._drop_variables
+    # An ordinary assignment would have TensorFlow save the optimizer as a part of its exchange.
+    vars(exchange)["_optimizer"] = optimizer
     optimizer._summed_passes, optimizer._local_steps = summed_passes, local_steps
     if optimizer.built:
         optimizer._build_exchange(optimizer._trainable_variables)

@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from grace.core.config.config import Config, refuse_typos
 from grace.core.errors import ConfigError
+from grace.core.session.start import refuse_arguments
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
-from grace.tensorflow.optimizer import check_process, refuse
+from grace.tensorflow.optimizer import REFUSED, check_process
 
 _WHERE = "grace.tensorflow.DistributedGradientTape"
 # A tape exists for one step only. The exchanges here live as long as the first of their variables, so that the tape of
@@ -49,7 +50,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     ranks differ in configuration or variables.
     """
     check_process(_WHERE, process_set)
-    refuse(options, _WHERE)
+    refuse_arguments(options, _WHERE, REFUSED)
     refuse_typos(options, DistributedGradientTape, _WHERE)
     arguments = {
         "op": op,

@@ -6,10 +6,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from grace.core.errors import ConfigError, StepError
 from grace.core.observe.timeline import Moments, Times, moments_of
 from grace.core.plan.plan import Plan
 from grace.core.spec import Array
@@ -70,58 +68,3 @@ class GraphTimes(Times):
 
 def _named(plan: Plan) -> tuple[str, ...]:
     return tuple(bucket.name for bucket in plan.buckets)
-
-
-class Measured:
-    """Mixin of `Exchange` for its measurements. They are traced into the step and must be set before the first one."""
-
-    # Set at the first step, when all ranks have met.
-    _transport: Any = None
-    _track_norms = False
-    times: GraphTimes
-
-    @property
-    def track_norms(self) -> bool:
-        """True if each step measures errors and norms for stats(). This costs a decompression per tensor and step.
-
-        Setting it after the first step raises StepError.
-        """
-        return self._track_norms
-
-    @track_norms.setter
-    def track_norms(self, value: bool) -> None:
-        self._before_the_first_step("track_norms")
-        self._track_norms = value
-
-    @property
-    def track_times(self) -> bool:
-        """True if each step records its times for stats() and a timeline.
-
-        Setting it after the first step raises StepError.
-        """
-        return self.times.track
-
-    @track_times.setter
-    def track_times(self, value: bool) -> None:
-        self._before_the_first_step("track_times")
-        self.times.track = value
-
-    def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of all further steps to `path`; several ranks add ".rankN" before its suffix.
-
-        It sets `track_times`. Raises StepError after the first step unless `track_times` was set before, and
-        ConfigError if the file cannot be written.
-        """
-        if not hvd.is_initialized():
-            raise ConfigError("start_timeline: Horovod is not initialized; call hvd.init() first.")
-        if not self.track_times:
-            self._before_the_first_step("the timeline")
-        self.times.start(path, hvd.rank(), hvd.size())
-
-    def stop_timeline(self) -> None:
-        """Stop writing the timeline."""
-        self.times.stop()
-
-    def _before_the_first_step(self, name: str) -> None:
-        if self._transport is not None:
-            raise StepError(f"{name} was set after the first step was traced; set it before the first step.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +155,14 @@ class HorovodTransport(Transport):
             return tf.IndexedSlices(values, indices, x.dense_shape)
         scale = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if op == hvd.Average else {}
         return self._kept(hvd.allreduce(self._at_run_time(x), op=op, **scale, **self._named(name)))
+
+
+def broadcast(variables: Iterable[tf.Variable], root_rank: int, process_set: Any = hvd.global_process_set) -> None:
+    """Give the variables the values that they have on the root. All ranks pass variables of the same shapes and dtypes.
+
+    Horovod's own function names its collectives after variables, and a process that starts later may have other names.
+    """
+    for variable in variables:
+        # Horovod does not support bfloat16. float32 holds its values exactly.
+        wide = tf.cast(variable, tf.float32) if variable.dtype == tf.bfloat16 else variable.read_value()
+        variable.assign(tf.cast(hvd.broadcast(wide, root_rank, process_set=process_set), variable.dtype))

@@ -194,7 +194,7 @@ def foreign_checkpoint() -> dict[str, Any]:
     states = [state_of(optimizer.grace, tensor) for optimizer in (mine, with_past, without_past)]
     return {
         "messages": [_foreign(restored), _foreign(fitted)],
-        "step": int(mine.grace._stages.slots.step),
+        "step": mine.grace.run.step,
         "as with it": states[0] == states[1],
         "as without a past": states[0] == states[2],
         "weights": digest(loaded.trainable_variables),

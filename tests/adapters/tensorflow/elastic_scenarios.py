@@ -61,7 +61,7 @@ class Run:
         self._apply(DistributedGradientTape(tape, self.exchange).gradient(loss, variables))
 
     def held(self) -> np.ndarray:
-        return joined(self.exchange.run.slots.of_this_rank)
+        return joined(self.exchange.run.of_this_rank)
 
     def share(self) -> float:
         """Return the sum of what this rank holds back of the mean, also as the owner of shards."""
@@ -72,7 +72,7 @@ class Run:
         )
 
     def contents(self) -> str:
-        return digest([*self.model.weights, *self.model.optimizer.variables, *self.exchange.run.slots.variables])
+        return digest([*self.model.weights, *self.model.optimizer.variables, *self.exchange.run.variables])
 
 
 def elastic(way: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def elastic(way: str) -> dict[str, Any]:
             # As a process that has started just now, and has loaded something.
             run = Run(way)
             state = run.state()
-            for variable in run.exchange.run.slots.of_this_rank:
+            for variable in run.exchange.run.of_this_rank:
                 variable.assign(tf.ones_like(variable))
         run.start_anew()
         before = run.held()
@@ -116,7 +116,7 @@ def elastic(way: str) -> dict[str, Any]:
         run.train(2, start=3, callbacks=callbacks)
         results["committed"] = state.batch
         results["weights"] = digest(run.model.weights)
-        results["names"] = run.exchange._transport._prefix
+        results["names"] = run.exchange._step._transport._prefix
     results["told"] = records.texts
     return results
 

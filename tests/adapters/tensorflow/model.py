@@ -120,7 +120,7 @@ def state_of(exchange: grace.tensorflow.Exchange, tensor: str) -> str:
     """Return a hash of this rank's memories of a tensor, and of its compressors' states."""
     held = []
     for unit, start, piece in exchange.plan.places[tensor]:
-        states = exchange._stages.slots.read(unit.spec.name)
+        states = exchange.run.stage.read()[unit.spec.name]
         for value in (states[kind][key] for kind in ("memory", "compressor") for key in sorted(states[kind])):
             held.append(value[start : start + piece.numel] if value.shape == (unit.spec.numel,) else value)
     return digest(held)

@@ -104,9 +104,8 @@ def tf_first_steps() -> dict[str, Any]:
 
 
 def exchange_norm(exchange: Exchange, stage: int, name: str = "a") -> float:
-    slots = exchange._stages.slots
-    slots.stage = stage
-    return float(tf.norm(slots.read(name)["memory"]["residual"]))
+    states = exchange.run._stages[stage].read()
+    return float(tf.norm(states[name]["memory"]["residual"]))
 
 
 def tf_changes_that_differ() -> dict[str, Any]:
@@ -145,11 +144,11 @@ def _learning_rates(communicator: Any) -> dict[str, Any]:
     apply = tf.function(lambda: optimizer.apply([slopes[hvd.rank()]], [variable]))
     for _ in rates:
         apply()
-    slots, mine = optimizer.grace._stages.slots, tf.zeros(1200)
-    for name, unit in optimizer.grace._stages.units.items():
+    states, mine = optimizer.grace.run.stage.read(), tf.zeros(1200)
+    for name, unit in optimizer.grace.run.units.items():
         if unit.kept_by(hvd.rank()):
             # The mean of all ranks follows. A residual of an owner is one of the mean already.
-            residual = slots.read(name)["memory"]["residual"] * (1 if unit.owners is None else hvd.size())
+            residual = states[name]["memory"]["residual"] * (1 if unit.owners is None else hvd.size())
             (piece,) = unit.pieces
             mine += tf.pad(residual, [[piece.start, 1200 - piece.stop]])
     held = tf.reshape(hvd.allreduce(mine, op=hvd.Average, name="held"), [40, 30])

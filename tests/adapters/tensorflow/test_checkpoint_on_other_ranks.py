@@ -42,11 +42,10 @@ def in_variables(saved, exchange, monkeypatch, **options):
     states = []
     for mine in saved["ranks"]:
         rank = exchange_of(mine["rank"], mine["size"], monkeypatch, **options)
-        stages = rank.run
-        stages.slots.stage = stages._number_at(max(0, mine["step"] - 1))
+        stage = rank.run._after(mine["step"])
         for name, entry in mine["tensors"].items():
-            if name in stages.slots:
-                stages.slots.write(name, {kind: entry[kind] for kind in ("memory", "compressor")})
+            if name in stage.variables:
+                stage.write({name: {kind: entry[kind] for kind in ("memory", "compressor")}})
         states.append({**rank.state_dict(), "step": mine["step"]})
     return states
 
@@ -69,16 +68,16 @@ def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
     exchange = exchange_of(1, 2, monkeypatch, **options)
     states = in_variables(saved, exchange, monkeypatch, **options)
     monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (1, Ranks(2)))
-    for variable in exchange.run.slots.of_this_rank:
+    for variable in exchange.run.of_this_rank:
         variable.assign(tf.ones_like(variable))
     assert exchange.load_state_dict(states) is False
     stages = exchange.run
     assert stages.step == steps
-    assert stages.slots.origin.numpy().tolist() == [1, 2]
-    stages.slots.stage = stages._number_at(max(0, steps - 1))
+    assert stages.origin.numpy().tolist() == [1, 2]
+    held = stages.stage.read()
     found = 0
     for name, kinds in expected.runs[1].units.items():
-        now = stages.slots.read(name)
+        now = held[name]
         for kind, state in kinds.items():
             for key, value in state.items():
                 found += bool(value.any())
@@ -87,8 +86,8 @@ def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
     # What the other rank owns is empty here.
     owned = {name for name, unit in expected.plan.stateful.items() if not unit.kept_by(1)}
     for name in owned:
-        assert not any(x.numpy().any() for x in stages.slots.read(name)["memory"].values())
-    before = {name: variable.numpy() for name, variable in stages.slots.states.items()}
+        assert not any(x.numpy().any() for x in held[name]["memory"].values())
+    before = {name: variable.numpy() for name, (*_, variable) in stages.states.items()}
     nan = [
         {**state, "tensors": {name: x * np.asarray(np.nan, x.dtype) for name, x in state["tensors"].items()}}
         for state in (states[3], exchange.state_dict())
@@ -96,4 +95,4 @@ def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
     for wrong in (states[1:], [*states[:3], {**states[3], "tensors": {}}], [*states[:3], nan[0]], nan[1]):
         with pytest.raises(StateError):
             exchange.load_state_dict(wrong)
-        assert all(same(variable.numpy(), before[name]) for name, variable in stages.slots.states.items())
+        assert all(same(variable.numpy(), before[name]) for name, (*_, variable) in stages.states.items())

@@ -1,4 +1,4 @@
-"""Exchanges of TensorFlow that go on among other ranks: the same as an engine makes of its states. One process."""
+"""Exchanges of TensorFlow that go on among other ranks: the same as a run makes of its states. One process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("horovod.tensorflow")
 
 from grace.core.spec import Ranks  # noqa: E402
 from grace.tensorflow.exchange import Exchange  # noqa: E402
-from grace.tensorflow.optimizer import _distribute  # noqa: E402
+from grace.tensorflow.optimizer import OptimizerExchange, _distribute  # noqa: E402
 from grace.testing.harness import same  # noqa: E402
 from tests.adapters.tensorflow.test_checkpoint_on_other_ranks import SCHEDULE, TOPK, exchange_of, in_variables, trained  # noqa: E402
 from tests.core.test_elastic_states import moved  # noqa: E402
@@ -31,7 +31,7 @@ MOVES = {"one is gone": (3, 4, 2, 3), "one comes": (1, 2, 1, 3), "one for anothe
     ],
     ids=["shots", "before the second stage", "second stage"],
 )
-def test_variables_move_as_an_engine_does(options, steps, move, monkeypatch):
+def test_variables_move_as_states_do(options, steps, move, monkeypatch):
     rank, before, number, after = move
     sim = trained(before, steps, **options)
     exchange = exchange_of(rank, before, monkeypatch, **options)
@@ -43,16 +43,15 @@ def test_variables_move_as_an_engine_does(options, steps, move, monkeypatch):
     monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (number, Ranks(after)))
     assert exchange.move() == (before, after)
     assert exchange.run is not stages
-    assert len(exchange._variables) == len(exchange.run.slots.variables)
+    assert len(exchange._variables) == len(exchange.run.variables)
     assert exchange.run.step == steps
-    assert exchange.run.slots.origin.numpy().tolist() == [number, after]
-    slots, found = exchange.run.slots, 0
-    slots.stage = exchange.run._arrived_at(steps)
+    assert exchange.run.origin.numpy().tolist() == [number, after]
+    states, found = exchange.run.stage.read(), 0
     for name, kinds in expected.units.items():
         for kind, state in kinds.items():
             for key, value in state.items():
                 found += bool(value.any())
-                assert same(slots.read(name)[kind][key].numpy(), value), (name, kind, key)
+                assert same(states[name][kind][key].numpy(), value), (name, kind, key)
     assert found
 
 
@@ -61,7 +60,7 @@ def test_variables_move_as_an_engine_does(options, steps, move, monkeypatch):
 def test_a_moved_optimizer_is_saved_whole(monkeypatch, tmp_path):
     def optimizer(size):
         monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (1, Ranks(size)))
-        made = _distribute(keras.optimizers.SGD(momentum=0.5, name="sgd"), Exchange(SHOTS), 1, 1)
+        made = _distribute(keras.optimizers.SGD(momentum=0.5, name="sgd"), OptimizerExchange(SHOTS), 1, 1)
         made.build(model.trainable_variables)
         return made
 

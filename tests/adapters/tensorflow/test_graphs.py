@@ -14,11 +14,11 @@ from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
-from grace.core.config.registry import communicators, compressors, memories
+from grace.core.config.registry import communicators, compressors
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
 from grace.core.session.simulation import SimulatedTransport
-from grace.core.spec import TensorSpec
+from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.run import Run
 from grace.core.state.states import States
 from grace.core.wire.codings import Coding
@@ -113,28 +113,40 @@ def test_bytes_that_differ_in_a_graph_are_noticed():
 class RunInVariables(Run):
     """A run of one plan, with states, step number and statistics in variables."""
 
-    def __init__(self, slots, plan, *given, **options):
-        self._slots, self._plan = slots, plan
+    def __init__(self, plan, *given, track_norms, **options):
+        import tensorflow as tf
+
+        self._counter, self._plan = tf.Variable(tf.zeros([], tf.int64), trainable=False), plan
         super().__init__([(0, plan)], *given, **options)
+        self.track_norms = track_norms
+        self._stage.expect_notes(track_norms, ())
 
     @property
     def _states(self):
-        units = {name: self._slots.read(name) for name in self._plan.stateful}
-        return {"": States([(0, self._plan)], self._slots.step, units)}
+        return {"": States([(0, self._plan)], self._counter.read_value(), self._stage.read())}
 
     @_states.setter
     def _states(self, states):
-        for name, of_unit in states[""].units.items():
-            self._slots.write(name, of_unit)
-        self._slots.go_to(states[""].step)
+        import tensorflow as tf
+
+        from grace.tensorflow.stage import Stage, StateVariable
+
+        def make(*names_and_value):
+            *names, value = names_and_value
+            return StateVariable("/".join(names), *names, tf.Variable(value, trainable=False))
+
+        _, number, units = states[""]
+        if not hasattr(self, "_stage"):
+            self._stage = Stage(0, self._plan, units, make)
+        self._stage.write(units)
+        self._counter.assign(tf.cast(number, tf.int64))
 
     def commit(self, outcome, module=""):
         super().commit(outcome, module)
-        for (kind, name), value in outcome.notes.items():
-            self._slots.note(kind, name, value)
+        self._stage.note(outcome.notes)
 
     def stats(self):
-        self._last[""] = self._plan, self._slots.notes
+        self._last[""] = self._plan, self._stage.notes
         return super().stats()
 
 
@@ -144,7 +156,6 @@ class Graph:
     def __init__(self, chosen, size, track_times=False, specs=SPECS, track_norms=False, **options):
         import tensorflow as tf
 
-        from grace.tensorflow.slots import VariableSlots
         from grace.tensorflow.times import GraphTimes
 
         self.sim = grace.Simulation(size, specs, config(chosen, **options), framework="tensorflow")
@@ -153,15 +164,12 @@ class Graph:
         self.plan = self.sim.plan
         self.runs = self.sim._runs = []
         for rank in range(size):
-            slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
-            slots.expect_notes(self.plan, track_norms, ())
             times = GraphTimes()
             times.track = track_times
             times.expect(self.plan)
             transport = SimulatedTransport(rank, self.sim.network, ops)
-            given = {"seed": 5, "rollback": self.sim.config.rollback, "times": times}
-            self.runs.append(RunInVariables(slots, self.plan, lambda device: ops, transport, **given))
-            self.runs[-1].track_norms = track_norms
+            given = {"seed": 5, "rollback": self.sim.config.rollback, "times": times, "track_norms": track_norms}
+            self.runs.append(RunInVariables(self.plan, lambda device: ops, transport, **given))
         self._run = tf.function(self._step, autograph=False)
 
     def _step(self, given):
@@ -251,7 +259,7 @@ def test_ranks_at_different_steps_are_told_by_the_graph():
     import tensorflow as tf
 
     graph = Graph(registered.default_method(compressors.make("topk")), 2)
-    graph.runs[1]._slots.go_to(7)
+    graph.runs[1]._counter.assign(7)
     with pytest.raises(tf.errors.InvalidArgumentError, match="MismatchError: the ranks are not at the same step"):
         graph.step(gradients(graph, 0))
 
@@ -274,15 +282,16 @@ def test_no_rank_starts_from_zero_alone_in_a_graph(saved_by, allowed):
     """With another number of ranks, all of them start from zero."""
     import tensorflow as tf
 
-    from grace.tensorflow.slots import VariableSlots
+    from grace.tensorflow.run import VariableRun
 
-    slots = VariableSlots(lambda name, value: tf.Variable(value, trainable=False))
-    slots.joint.add(memories.make("dore"))
-    slots.origin.assign(saved_by)
-    step = tf.function(lambda: slots.belong_to(1, 2))
+    dore = grace.make_config(compressor="qsgd", memory="dore", communicator="two_shot", default_rules=False)
+    options = {"delegate": lambda item: False, "rank": 1, "ranks": Ranks(2)}
+    run = VariableRun([TensorSpec("w", (64,))], dore, lambda name, x: tf.Variable(x, trainable=False), **options)
+    run.origin.assign(saved_by)
+    step = tf.function(lambda: run.belong_to(1, 2))
     if allowed:
         step()
-        assert slots.origin.numpy().tolist() == [1, 2]
+        assert run.origin.numpy().tolist() == [1, 2]
         return
     with pytest.raises(tf.errors.InvalidArgumentError, match="no rank can start from zero alone"):
         step()

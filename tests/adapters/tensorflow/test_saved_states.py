@@ -14,15 +14,14 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("horovod.tensorflow")
 h5py = pytest.importorskip("h5py")
 
-from grace.tensorflow.exchange import Exchange  # noqa: E402
-from grace.tensorflow.optimizer import _distribute  # noqa: E402
+from grace.tensorflow.optimizer import OptimizerExchange, _distribute  # noqa: E402
 
 
 def model(dtype="float32", value=0.0):
     layer = keras.layers.Dense(4, name="a", dtype=dtype)
     net = keras.Sequential([keras.Input((8,)), layer], name="net")
     plain = keras.optimizers.SGD(momentum=0.5, name="sgd")
-    optimizer = _distribute(plain, Exchange({"compressor": "topk", "default_rules": False}), 1, 1)
+    optimizer = _distribute(plain, OptimizerExchange({"compressor": "topk", "default_rules": False}), 1, 1)
     net.compile(optimizer, "mse")
     optimizer.build(net.trainable_variables)
     for variable in optimizer.variables:

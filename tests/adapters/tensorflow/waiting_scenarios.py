@@ -59,5 +59,5 @@ def waits(folder: str) -> dict[str, Any]:
         merged = exchange([gradient])[0]
     results["step"] = ended.read_text()
     results["merged"] = float(tf.reduce_max(merged))
-    results["under way"] = exchange._watch.under_way()
+    results["under way"] = exchange._step._watch.under_way()
     return results

@@ -1,7 +1,8 @@
-"""Dynamic loss scaling with one decision for all ranks, by an extension of Keras' LossScaleOptimizer."""
+"""The methods of Keras that grace replaces, because they decide on an optimizer that does not know of them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import wraps
 from typing import Any
@@ -10,12 +11,11 @@ import keras
 import tensorflow as tf
 
 from grace.core.errors import ConfigError
-from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
-from grace.tensorflow.optimizer import Distributed
+from grace.tensorflow.optimizer import Distributed, innermost
 
 
-def _scale_alike(keras_apply: Any) -> Any:
+def _with_one_decision(keras_apply: Any) -> Any:
     """Return a `LossScaleOptimizer.apply` that makes one decision for all ranks if the inner optimizer is distributed.
 
     Keras skips the inner optimizer if it finds NaN or infinity. It may do so on some ranks only, while the others wait
@@ -48,12 +48,9 @@ def _scale_alike(keras_apply: Any) -> Any:
             return
         scale = self.dynamic_scale.value
         # Residuals must not depend on the current scale. Both products are exact while the scale is a power of two.
-        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), inner._call.places, scale.read_value()), scale)
-        inner._exchanged = True
-        try:
+        merged = _times(inner.exchanged(_times(grads, 1.0 / scale), scale.read_value()), scale)
+        with inner.after_exchange():
             keras_apply(self, merged, trainable_variables)
-        finally:
-            inner._exchanged = False
 
     return apply
 
@@ -62,11 +59,30 @@ def _times(grads: Sequence[Gradient | None], factor: tf.Tensor) -> list[Gradient
     return [g if g is None else keras.ops.multiply(g, factor) for g in grads]
 
 
-def _inner_exchange(scaling: keras.optimizers.LossScaleOptimizer) -> Exchange:
-    """Return the exchange of the optimizer inside a LossScaleOptimizer."""
-    return scaling.inner_optimizer.grace
+# The functions that were made for an optimizer that exchanges.
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-if not hasattr(keras.optimizers.LossScaleOptimizer, "grace"):
-    keras.optimizers.LossScaleOptimizer.apply = _scale_alike(keras.optimizers.LossScaleOptimizer.apply)
-    keras.optimizers.LossScaleOptimizer.grace = property(_inner_exchange)
+def _without_old_functions(keras_make: Any) -> Any:
+    """Return a `Model.make_train_function` that does not keep a function from before the optimizer was wrapped.
+
+    `fit` and `train_on_batch` call it, and Keras then keeps the function that it has. If that has run with the plain
+    optimizer, it is traced, and no gradient would be exchanged. The class is changed because only the model knows the
+    function, and the optimizer does not know the model.
+    """
+
+    @wraps(keras_make)
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        inner = innermost(self.optimizer)
+        exchanges = isinstance(inner, Distributed)
+        result = keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))
+        if exchanges and self.train_function is not None:
+            _made.add(self.train_function)
+        return result
+
+    return make_train_function
+
+
+keras.optimizers.LossScaleOptimizer.apply = _with_one_decision(keras.optimizers.LossScaleOptimizer.apply)
+keras.optimizers.LossScaleOptimizer.grace = property(lambda self: self.inner_optimizer.grace)
+keras.Model.make_train_function = _without_old_functions(keras.Model.make_train_function)

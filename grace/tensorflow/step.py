@@ -1,0 +1,177 @@
+"""`GraphStep`: the steps of an exchange as graphs, after all ranks have agreed on the form of each gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from grace.core.errors import MismatchError, StepError
+from grace.core.spec import TensorSpec
+from grace.core.state.states import States
+from grace.core.step.step import Step
+from grace.tensorflow.gradients import Gradient, as_kind, nbytes, signature_of
+from grace.tensorflow.replicas import Replicas
+from grace.tensorflow.run import tensorflow_ops
+from grace.tensorflow.stage import Stage
+from grace.tensorflow.transport import HorovodTransport
+from grace.tensorflow.waiting import Watch
+
+if TYPE_CHECKING:
+    from grace.tensorflow.exchange import Exchange
+
+
+class GraphStep:
+    """The step of an exchange as a graph, for any number of rows.
+
+    `kinds` pairs each tensor with the form in which its gradient is exchanged; see `kind_of`. None: no rank has one.
+    """
+
+    def __init__(
+        self, exchange: Exchange, transport: HorovodTransport, kinds: Sequence[tuple[TensorSpec, str | None]]
+    ) -> None:
+        self._exchange, self._transport, self._kinds = exchange, transport, kinds
+        self._states, self._known = exchange.run, set[Stage]()
+        self._watch = Watch(transport.rank, transport.size, exchange.timeout, self._under_way)
+        self._replicas = Replicas(exchange.config.check_replicas)
+        self.retrace()
+
+    def retrace(self) -> None:
+        """Forget all graphs, and make what those of new stages need."""
+        exchange = self._exchange
+        rows = [spec.name for spec, kind in self._kinds if kind not in (None, "dense")]
+        for stage in set(self._states.live) - self._known:
+            self._known.add(stage)
+            stage.expect_notes(exchange.track_norms, rows)
+            exchange.times.expect(stage.plan)
+        self._graph = functools.cache(self._trace)
+
+    def _trace(self, absent: frozenset[int], scale: tf.DType | None) -> Any:
+        """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not."""
+        signature = [signature_of(spec, kind) for spec, kind in self._kinds]
+
+        def step(*given: Any) -> list[Gradient]:
+            return self._run(given[: len(signature)], absent, *given[len(signature) :])
+
+        scales = [] if scale is None else [tf.TensorSpec([], scale)]
+        return tf.function(step, input_signature=[*signature, *scales], autograph=False)
+
+    def _under_way(self) -> str:
+        (first, _), *others = self._kinds
+        more = f" and {len(others)} other variables" if others else ""
+        return (
+            f"the gradient of '{first.name}'{more}; Horovod's warning on rank 0 names the collective and the ranks "
+            "that are missing"
+        )
+
+    def filled(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+        """Return the gradients in the form that the ranks agreed on, with zeros for None where a rank has one."""
+        for (spec, kind), gradient in zip(self._kinds, gradients, strict=True):
+            if kind is None and gradient is not None:
+                raise StepError(
+                    f"tensor '{spec.name}' has a gradient now, but had none on any rank in the first step; "
+                    "use one optimizer or tape per set of variables that are trained together."
+                )
+        return [
+            None if kind is None else as_kind(gradient, kind, spec)
+            for (spec, kind), gradient in zip(self._kinds, gradients, strict=True)
+        ]
+
+    def __call__(
+        self, gradients: Sequence[Gradient | None], absent: frozenset[int], loss_scale: tf.Tensor | None
+    ) -> list[Gradient | None]:
+        """Exchange gradients; see `Exchange.__call__`."""
+        given: list[Any] = [
+            as_kind(None, "dense", spec) if gradient is None else gradient
+            for (spec, _), gradient in zip(self._kinds, self.filled(gradients), strict=True)
+        ]
+        if loss_scale is not None:
+            given.append(loss_scale)
+        try:
+            merged = self._graph(absent, None if loss_scale is None else loss_scale.dtype)(*given)
+        except tf.errors.InvalidArgumentError as error:
+            if MismatchError.__name__ not in str(error.message):
+                raise
+            raise MismatchError(str(error.message)) from None
+        # A graph returns the shape of rows as a tensor.
+        return [
+            tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
+            for (spec, _), x in zip(self._kinds, merged, strict=True)
+        ]
+
+    def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
+        """Return whether the condition holds on all ranks. All ranks must call it."""
+        fails = tf.cast(tf.reshape(tf.logical_not(condition), [1]), tf.int32)
+        failing = self._transport.allreduce(fails, op="max", name="everywhere").wait()
+        self._transport.end_turn()
+        return failing[0] == 0
+
+    def _run(
+        self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None = None
+    ) -> list[Gradient]:
+        exchange, transport, run = self._exchange, self._transport, self._states
+        rollback = exchange.config.rollback
+        exchange.traces += 1
+        # Otherwise a collective could begin before the error, on some ranks only.
+        transport.end_turn([run.check_current()])
+        self._watch.begin(run.counter, tf.nest.flatten(gradients, expand_composites=True)[:1])
+        self._replicas.compare(exchange._weights(), run.shared_states, run.counter, transport)
+        run.belong_to(transport.rank, transport.size)
+        run.enter()
+        before = []
+        if absent or loss_scale is not None:
+            before = run.snapshot(memories=bool(absent) or rollback)
+        merged = self._select(gradients, exchange._learning_rate())
+        results = tf.nest.flatten(merged, expand_composites=True)
+        if loss_scale is not None:
+            scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in scaled])
+            tf.cond(finite, lambda: tf.constant(True), lambda: run.restore(before, memories=rollback))
+        run.restore_tensors(before, {self._kinds[place][0].name for place in absent})
+        transport.end_turn(results)
+        self._watch.end(results)
+        return [None if kind is None else x for (_, kind), x in zip(self._kinds, merged, strict=True)]
+
+    def _select(self, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
+        """Exchange by the stage that the step number selects. `lr` is the learning rate if it is known."""
+        live, step = self._states.live, self._states.counter
+        branches = [functools.partial(self._exchanged, stage, gradients, lr) for stage in live]
+        if len(live) == 1:
+            return branches[0]()
+        firsts = tf.constant([stage.first for stage in live[1:]], tf.int64)
+        return list(tf.switch_case(tf.reduce_sum(tf.cast(step >= firsts, tf.int32)), branches))
+
+    def _exchanged(self, stage: Stage, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
+        exchange, transport = self._exchange, self._transport
+        given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
+        numbers = {name: number for number, name in enumerate(given)}
+        merged: dict[str, Gradient] = {}
+        for item in stage.plan.delegated:
+            name, x = item.spec.name, given[item.spec.name]
+            if isinstance(x, tf.IndexedSlices):
+                stage.note({("rows", name): nbytes(x)})
+            predivide, label = exchange.gradient_predivide_factor, f"dense.{numbers[name]}"
+            merged[name] = transport.average(x, op=exchange.op, predivide=predivide, name=label)
+        step = Step(
+            States([(0, stage.plan)], self._states.counter, stage.read()),
+            tensorflow_ops,
+            transport,
+            seed=exchange.config.seed,
+            average=exchange.op == hvd.Average,
+            rollback=exchange.config.rollback,
+            track_norms=exchange.track_norms,
+            times=exchange.times,
+        )
+        for item in stage.plan.exchanged:
+            step.ready(item.spec.name, given[item.spec.name], lr)
+        outcome = step.finish()
+        merged.update(outcome.merged)
+        stage.write(outcome.states.units)
+        stage.note(outcome.notes)
+        self._states.go_to(outcome.states.step)
+        # A stage may be a branch of the graph.
+        transport.end_turn()
+        return [merged[name] for name in given]
