@@ -1,8 +1,10 @@
-"""Write the stored payloads: `python -m tests.golden`. Use it only for a new method, or an intended new format."""
+"""Store the payloads of new methods: `python -m tests.golden`; after an intended new format, name the case as well."""
 
 from __future__ import annotations
 
+import sys
+
 from tests.golden import write
 
-for name in write():
+for name in write(sys.argv[1:]):
     print(f"written: {name}")
