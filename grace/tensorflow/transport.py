@@ -10,8 +10,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.errors import ConfigError
-from grace.core.transport.collectives import Reduction
-from grace.core.transport.transport import Handle, Transport, known_local_size
+from grace.core.transport.collectives import Collective
+from grace.core.transport.transport import Done, Handle, Transport, known_local_size
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,25 @@ class HorovodTransport(Transport):
         with tf.control_dependencies(results):
             self._turn.assign(tf.add_n([tf.constant(1), *map(tf.size, hidden)]) > 0)
 
-    def allreduce(self, x: tf.Tensor, *, op: Reduction, name: str) -> Handle:
-        if x.shape.num_elements() == 0 or self.size == 1:
-            return _Tensor(x)
-        op_of_horovod = {"sum": hvd.Sum, "max": hvd.Max}[op]
-        return _Tensor(self._kept(hvd.allreduce(self._at_run_time(x), op=op_of_horovod, **self._named(name))))
+    def _start(self, collective: Collective, name: str) -> Handle:
+        kind, (x, *_) = collective.kind, collective.buffers
+        if x.shape.num_elements() == 0 and kind in ("allreduce", "broadcast"):
+            return Done(x)
+        named = self._named(name)
+        if kind == "alltoall":
+            splits = tf.stack([tf.size(part) for part in collective.buffers])
+            x = self._at_run_time(tf.concat(list(collective.buffers), 0))
+            return _Tensor(self._kept(hvd.alltoall(x, splits=splits, **named)[0]))
+        x = self._at_run_time(x)
+        if kind == "allreduce":
+            op = {"sum": hvd.Sum, "max": hvd.Max}[collective.op]
+            return _Tensor(self._kept(hvd.allreduce(x, op=op, **named)))
+        if kind == "broadcast":
+            # Horovod expects the root as a global rank, even within a process set.
+            return _Tensor(self._kept(hvd.broadcast(x, self._process_set.ranks[collective.root], **named)))
+        if collective.equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
+            return _Tensor(self._gather_of_two(x, name))
+        return _Tensor(self._kept(hvd.allgather(x, **named)))
 
     def _gather_of_two(self, x: tf.Tensor, name: str) -> list[tf.Tensor]:
         """Gather the byte buffers of two ranks, of equal length, by an allreduce.
@@ -118,28 +132,6 @@ class HorovodTransport(Transport):
         other = self._kept(hvd.allreduce(mine, op=hvd.Sum, **self._named(name))) - mine
         theirs = tf.reshape(tf.bitcast(other, tf.uint8), [-1])[:n]
         return [x, theirs] if self.rank == 0 else [theirs, x]
-
-    def allgather(self, x: tf.Tensor, *, name: str, equal: bool = False) -> Handle:
-        if self.size == 1:
-            return _Tensor(x)
-        x = self._at_run_time(x)
-        if equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
-            return _Tensor(self._gather_of_two(x, name))
-        return _Tensor(self._kept(hvd.allgather(x, **self._named(name))))
-
-    def alltoall(self, xs: Sequence[tf.Tensor], *, name: str) -> Handle:
-        if self.size == 1:
-            return _Tensor(xs[0])
-        splits = tf.stack([tf.size(x) for x in xs])
-        x = self._at_run_time(tf.concat(list(xs), 0))
-        return _Tensor(self._kept(hvd.alltoall(x, splits=splits, **self._named(name))[0]))
-
-    def broadcast(self, x: tf.Tensor, *, root: int, name: str) -> Handle:
-        if x.shape.num_elements() == 0 or self.size == 1:
-            return _Tensor(x)
-        # Horovod expects the root as a global rank, even within a process set.
-        root = self._process_set.ranks[root]
-        return _Tensor(self._kept(hvd.broadcast(self._at_run_time(x), root, **self._named(name))))
 
     def average(
         self, x: tf.Tensor | tf.IndexedSlices, *, op: int, predivide: float, name: str

@@ -100,14 +100,14 @@ def test_two_collectives_per_bucket_whatever_the_number_of_tensors(monkeypatch):
     from grace.core.session.simulation import SimulatedTransport
 
     calls = []
-    original = SimulatedTransport.allreduce
+    original = SimulatedTransport.start
 
-    def allreduce(self, x, *, op, name):
-        if self.rank == 0:
-            calls.append((name, x.size))
-        return original(self, x, op=op, name=name)
+    def start(self, collective, name):
+        if self.rank == 0 and collective.kind == "allreduce":
+            calls.append((name, collective.buffers[0].size))
+        return original(self, collective, name)
 
-    monkeypatch.setattr(SimulatedTransport, "allreduce", allreduce)
+    monkeypatch.setattr(SimulatedTransport, "start", start)
     tensors = {f"w{i}": (ROWS, COLUMNS) for i in range(3)}
     sim = grace.Simulation(2, tensors, {"compressor": "powersgd", "compress_rank": 2, "default_rules": False})
     sim.step([{name: matrix(3, i) for i, name in enumerate(tensors)} for _ in range(2)])

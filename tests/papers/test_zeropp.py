@@ -66,15 +66,15 @@ def test_zero_plus_plus(between):
 def test_what_leaves_a_rank_is_quantized(monkeypatch):
     """A quarter of 16-bit gradients, once per node between nodes, and once per rank to each other rank of the node."""
     sent = {"node": 0, "others": 0}
-    original = SimulatedTransport.alltoall
+    original = SimulatedTransport.start
 
-    def alltoall(self, xs, *, name):
-        for rank, x in enumerate(xs):
+    def start(self, collective, name):
+        for rank, x in enumerate(collective.buffers if collective.kind == "alltoall" else ()):
             if rank != self.rank:
                 sent["node" if rank // LOCAL == self.rank // LOCAL else "others"] += x.nbytes
-        return original(self, xs, name=name)
+        return original(self, collective, name)
 
-    monkeypatch.setattr(SimulatedTransport, "alltoall", alltoall)
+    monkeypatch.setattr(SimulatedTransport, "start", start)
     simulation("allgather").step([{"w": x.reshape(SHAPE)} for x in gradients(0)])
     # Four bits per element, a scale per 512 elements, and headers.
     payload = NUMEL / 2 + NUMEL / 512 * 4

@@ -23,7 +23,7 @@ from grace.core.state.merge import in_rank_order
 from grace.core.state.run import Run
 from grace.core.step.bucket_step import BucketStep
 from grace.core.step.unit_step import UnitStep
-from grace.core.transport.collectives import Program, Reduction
+from grace.core.transport.collectives import Collective, Program
 from grace.core.transport.transport import Handle, Transport
 
 T = TypeVar("T")
@@ -95,21 +95,20 @@ class SimulatedTransport(Transport):
         self.rank, self.size = rank, network.size
         self._network, self._ops = network, ops
 
-    def _start(self, given: Any, name: str, result: Callable[[list[Any]], Array]) -> Handle:
-        self._network.put(name, self.rank, given)
+    def _start(self, collective: Collective, name: str) -> Handle:
+        kind, buffers = collective.kind, collective.buffers
+
+        def result(rows: list[Any]) -> Array:
+            """Return this rank's result from the buffers of all ranks."""
+            if kind == "alltoall":
+                return self._ops.concat([row[self.rank] for row in rows])
+            given = [x for (x,) in rows]
+            if kind == "allreduce":
+                return reduced(self._ops, given, collective.op)
+            return given[collective.root] if kind == "broadcast" else self._ops.concat(given)
+
+        self._network.put(name, self.rank, buffers)
         return _Simulated(self._network, name, result)
-
-    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        return self._start(x, name, lambda arrays: reduced(self._ops, arrays, op))
-
-    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
-        return self._start(x, name, self._ops.concat)
-
-    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
-        return self._start(xs, name, lambda rows: self._ops.concat([row[self.rank] for row in rows]))
-
-    def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
-        return self._start(x, name, lambda arrays: arrays[root])
 
 
 def run_programs(programs: Sequence[Program[T]], transports: Sequence[Transport], name: str) -> list[T]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from grace.core.errors import MismatchError
 from grace.core.guards.waiting import wait_until
 from grace.core.spec import Array
-from grace.core.transport.collectives import Reduction
+from grace.core.transport.collectives import Collective, Reduction
 from grace.core.transport.transport import Handle, MeetingTransport
 
 # Header of a collective: a length per rank, a digest of its description, and the beginning of the description.
@@ -49,19 +49,6 @@ class _Collective(Handle):
     def wait(self) -> Array:
         self._until(lambda: self.done, self.what)
         return self._result
-
-
-class _Done(Handle):
-    """Finished collective of a single rank."""
-
-    def __init__(self, result: Array) -> None:
-        self._result = result
-
-    def wait(self) -> Array:
-        return self._result
-
-    def arrived(self) -> bool:
-        return True
 
 
 class OrderedTransport(MeetingTransport):
@@ -113,59 +100,31 @@ class OrderedTransport(MeetingTransport):
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
-    def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
-        """Reduce x over all ranks; see `Transport.allreduce`."""
-        if self.size == 1:
-            return _Done(x)
-        return self._start(f"allreduce {op} {x.dtype}", name, x, [len(x)], lambda _: self._reduce(x, op), equal=True)
-
-    def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
-        """Join the buffers of all ranks; see `Transport.allgather`. The lengths travel ahead."""
-        if self.size == 1:
-            return _Done(x)
-        return self._start(
-            f"allgather {x.dtype}", name, x, [len(x)], lambda rows: self._gather(x, [row[0] for row in rows], equal)
-        )
-
-    def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
-        """Send a buffer to each rank; see `Transport.alltoall`. The lengths travel ahead."""
-        if self.size == 1:
-            return _Done(xs[0])
-        x, lengths = self._join(xs), [len(x) for x in xs]
-        return self._start(
-            f"alltoall {x.dtype}",
-            name,
-            x,
-            lengths,
-            lambda rows: self._trade(x, lengths, [row[self.rank] for row in rows]),
-        )
-
-    def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
-        """Send the root's buffer to every rank; see `Transport.broadcast`."""
-        if self.size == 1:
-            return _Done(x)
-        what = f"broadcast {x.dtype} from rank {root}"
-        return self._start(what, name, x, [len(x)], lambda _: self._spread(x, root), equal=True)
-
-    def _start(
-        self,
-        kind: str,
-        name: str,
-        x: Array,
-        lengths: Sequence[int],
-        body: Callable[[list[tuple[int, ...]]], Phases],
-        *,
-        equal: bool = False,
-    ) -> Handle:
-        """Start a collective; `body` continues with the lengths of all ranks. With `equal` they must not differ."""
+    def _start(self, collective: Collective, name: str) -> Handle:
         if self._failure is not None:
             raise self._failure
+        kind, lengths = collective.kind, [len(x) for x in collective.buffers]
+        x = self._join(collective.buffers) if kind == "alltoall" else collective.buffers[0]
+        described, alike = f"{kind} {x.dtype}", ""
+        if kind == "allreduce":
+            described, alike = f"{kind} {collective.op} {x.dtype}", f" of {len(x)} elements"
+        elif kind == "broadcast":
+            described, alike = f"{kind} {x.dtype} from rank {collective.root}", f" of {len(x)} elements"
+
+        def body(rows: list[tuple[int, ...]]) -> Phases:
+            """Continue with the lengths of all ranks, which travel ahead."""
+            if kind == "allreduce":
+                return self._reduce(x, collective.op)
+            if kind == "broadcast":
+                return self._spread(x, collective.root)
+            if kind == "alltoall":
+                return self._trade(x, lengths, [row[self.rank] for row in rows])
+            return self._gather(x, [row[0] for row in rows], collective.equal)
 
         def what() -> str:
-            return f"{self.explain(name)} ({kind})"
+            return f"{self.explain(name)} ({described})"
 
-        text = f"{kind} '{name}'" + (f" of {len(x)} elements" if equal else "")
-        handle = _Collective(what, self._checked(text, lengths, body), self._until_done)
+        handle = _Collective(what, self._checked(f"{described} '{name}'{alike}", lengths, body), self._until_done)
         self._pending.append(handle)
         self._progress()
         return handle

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from grace.core.spec import Array, Ranks
-from grace.core.transport.collectives import Collective, Reduction
+from grace.core.transport.collectives import Collective, Reduction, allgather, allreduce, alltoall, broadcast
 
 # The seconds that a rank waits for others, unless the configuration says something else.
 TIMEOUT = 300
@@ -27,6 +27,19 @@ class Handle(Protocol):
     def arrived(self) -> bool:
         """Return whether `wait` would return at once; False also if that is unknown."""
         return False
+
+
+class Done(Handle):
+    """Collective that needed no communication, or whose result is here."""
+
+    def __init__(self, result: Array) -> None:
+        self._result = result
+
+    def wait(self) -> Array:
+        return self._result
+
+    def arrived(self) -> bool:
+        return True
 
 
 def known_local_size(rank: int, node: int, local_rank: int, local_size: int) -> int:
@@ -63,35 +76,33 @@ class Transport(ABC):
         return Ranks(self.size, self.local_size)
 
     def start(self, collective: Collective, name: str) -> Handle:
-        """Start a collective of a program under a name."""
-        x, *_ = collective.buffers
-        if collective.kind == "allreduce":
-            return self.allreduce(x, op=collective.op, name=name)
-        if collective.kind == "allgather":
-            return self.allgather(x, name=name, equal=collective.equal)
-        if collective.kind == "alltoall":
-            return self.alltoall(collective.buffers, name=name)
-        return self.broadcast(x, root=collective.root, name=name)
+        """Start a collective under a name."""
+        # A single rank receives what it sends.
+        return Done(collective.buffers[0]) if self.size == 1 else self._start(collective, name)
 
     @abstractmethod
+    def _start(self, collective: Collective, name: str) -> Handle:
+        """Start a collective of several ranks under a name; the method of its kind says what it does."""
+
     def allreduce(self, x: Array, *, op: Reduction, name: str) -> Handle:
         """Reduce x element by element over all ranks; may overwrite x. There are no sums of 16-bit floats."""
+        return self.start(allreduce(x, op), name)
 
-    @abstractmethod
     def allgather(self, x: Array, *, name: str, equal: bool = False) -> Handle:
         """Join the buffers of all ranks in rank order; they may differ in length.
 
         `equal` means that all have the same length. The result may then be a list of the buffers, of which this rank's
         is the one that it passed.
         """
+        return self.start(allgather(x, equal=equal), name)
 
-    @abstractmethod
     def alltoall(self, xs: Sequence[Array], *, name: str) -> Handle:
         """Send xs[i] to rank i and join what arrives in rank order; the buffers may differ in length."""
+        return self.start(alltoall(xs), name)
 
-    @abstractmethod
     def broadcast(self, x: Array, *, root: int, name: str) -> Handle:
         """Send the root's buffer to every rank; all ranks pass buffers of equal length, and only the root's is read."""
+        return self.start(broadcast(x, root), name)
 
 
 class MeetingTransport(Transport):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,15 @@ import torch
 from grace.core.errors import ConfigError, StepError, WaitError
 from grace.core.guards.started import Started
 from grace.core.guards.waiting import wait_until
-from grace.core.transport.collectives import Reduction
-from grace.core.transport.transport import Handle, MeetingTransport, known_local_size, packed, unpacked
-
-
-@dataclass(frozen=True)
-class _Done(Handle):
-    """A collective that needed no communication."""
-
-    result: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.result
-
-    def arrived(self) -> bool:
-        return True
+from grace.core.transport.collectives import Collective
+from grace.core.transport.transport import (
+    Done,
+    Handle,
+    MeetingTransport,
+    known_local_size,
+    packed,
+    unpacked,
+)
 
 
 class _Waiter:
@@ -46,7 +40,9 @@ class _Waiter:
             size=self._transport.size,
             timeout=self._transport.timeout,
         )
-        return hvd.synchronize(handle)
+        result = hvd.synchronize(handle)
+        # After an alltoall, Horovod also returns how much came from each rank.
+        return result[0] if isinstance(result, tuple) else result
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,13 @@ class _GatherOfTwo(Handle):
     time on a slow link.
     """
 
-    def __init__(self, x: torch.Tensor, rank: int, name: str, process_set: Any, waiter: _Waiter) -> None:
+    def __init__(self, x: torch.Tensor, rank: int, waiter: _Waiter, options: dict[str, Any]) -> None:
         self._mine, self._rank, self._waiter = x, rank, waiter
         # The view as 32-bit integers needs whole ones, and memory that is aligned to them. pad() copies.
         if x.numel() % 4 or x.data_ptr() % 4:
             x = torch.nn.functional.pad(x, (0, -x.numel() % 4))
         self._words = x.view(torch.int32)
-        self._handle = hvd.allreduce_async(self._words, name=name, op=hvd.Sum, process_set=process_set)
+        self._handle = hvd.allreduce_async(self._words, op=hvd.Sum, **options)
 
     def wait(self) -> list[torch.Tensor]:
         other = self._waiter(self._handle).sub_(self._words).view(torch.uint8)[: self._mine.numel()]
@@ -85,20 +81,6 @@ class _GatherOfTwo(Handle):
 
     def arrived(self) -> bool:
         return bool(hvd.poll(self._handle))
-
-
-@dataclass(frozen=True)
-class _Traded(Handle):
-    """An alltoall, of which Horovod also returns how much came from each rank."""
-
-    handle: int
-    waiter: _Waiter
-
-    def wait(self) -> torch.Tensor:
-        return self.waiter(self.handle)[0]
-
-    def arrived(self) -> bool:
-        return bool(hvd.poll(self.handle))
 
 
 class _Rows(Handle):
@@ -166,43 +148,24 @@ class HorovodTransport(MeetingTransport):
         self._dropping: _Dropping | None = None
         self._missed = False
 
-    def allreduce(self, x: torch.Tensor, *, op: Reduction, name: str) -> Handle:
-        if x.numel() == 0 or self.size == 1:
-            return _Done(x)
-        reduction, waiter = {"sum": hvd.Sum, "max": hvd.Max}[op], self._waiter(name)
-        number = hvd.allreduce_async_(x, name=name, op=reduction, process_set=self._process_set)
-        return self.started.note(name, _call("allreduce", x, op=op), _Pending(number, waiter))
-
-    def allgather(self, x: torch.Tensor, *, name: str, equal: bool = False) -> Handle:
-        if self.size == 1:
-            return _Done(x)
-        handle: Handle
-        waiter = self._waiter(name)
-        if equal and self.size == 2 and x.device.type == "cpu" and x.numel() > 0:
-            handle = _GatherOfTwo(x, self.rank, name, self._process_set, waiter)
+    def _start(self, collective: Collective, name: str) -> Handle:
+        kind, (x, *_) = collective.kind, collective.buffers
+        if not x.numel() and kind in ("allreduce", "broadcast"):
+            return Done(x)
+        waiter, options = self._waiter(name), {"name": name, "process_set": self._process_set}
+        if kind == "allreduce":
+            number = hvd.allreduce_async_(x, op={"sum": hvd.Sum, "max": hvd.Max}[collective.op], **options)
+        elif kind == "broadcast":
+            # Horovod expects the root as a global rank, even within a process set.
+            number = hvd.broadcast_async_(x, self._process_set.ranks[collective.root], **options)
+        elif kind == "alltoall":
+            splits = torch.tensor([part.numel() for part in collective.buffers], dtype=torch.int32)
+            number = hvd.alltoall_async(torch.cat(collective.buffers), splits=splits, **options)
+        elif collective.equal and self.size == 2 and x.device.type == "cpu" and x.numel():
+            return self.started.note(name, _call(collective), _GatherOfTwo(x, self.rank, waiter, options))
         else:
-            handle = _Pending(hvd.allgather_async(x, name=name, process_set=self._process_set), waiter)
-        return self.started.note(name, _call("allgather", x, equal=equal), handle)
-
-    def alltoall(self, xs: Sequence[torch.Tensor], *, name: str) -> Handle:
-        if self.size == 1:
-            return _Done(xs[0])
-        lengths = [x.numel() for x in xs]
-        return self._alltoall(torch.cat(list(xs)), lengths, name)
-
-    def _alltoall(self, x: torch.Tensor, lengths: Sequence[int], name: str) -> Handle:
-        splits, waiter = torch.tensor(lengths, dtype=torch.int32), self._waiter(name)
-        number = hvd.alltoall_async(x, splits=splits, name=name, process_set=self._process_set)
-        handle = _Traded(number, waiter)
-        return self.started.note(name, _call("alltoall", x, lengths=list(lengths)), handle)
-
-    def broadcast(self, x: torch.Tensor, *, root: int, name: str) -> Handle:
-        if x.numel() == 0 or self.size == 1:
-            return _Done(x)
-        # Horovod expects the root as a global rank, even within a process set.
-        global_root, waiter = self._process_set.ranks[root], self._waiter(name)
-        number = hvd.broadcast_async_(x, global_root, name=name, process_set=self._process_set)
-        return self.started.note(name, _call("broadcast", x, root=root), _Pending(number, waiter))
+            number = hvd.allgather_async(x, **options)
+        return self.started.note(name, _call(collective), _Pending(number, waiter))
 
     def _waiter(self, name: str) -> _Waiter:
         """Return the waiter of a collective that is to be started."""
@@ -258,12 +221,9 @@ class HorovodTransport(MeetingTransport):
             if "delegated" in call:
                 hand_over(call)
                 return
-            options = dict(call)
-            kind, length = options.pop("kind"), options.pop("length")
-            zeros = torch.zeros(length, dtype=getattr(torch, options.pop("dtype")), device=options.pop("device"))
-            # What a rank sends need not be as long as what another one does.
-            start = self._alltoall if kind == "alltoall" else getattr(self, kind)
-            start(zeros, name=name, **options)
+            dtype, lengths = getattr(torch, call["dtype"]), call["lengths"]
+            zeros = torch.zeros(sum(lengths), dtype=dtype, device=call["device"]).split(lengths)
+            self.start(Collective(call["kind"], zeros, call["op"], call["root"], call["equal"]), name)
 
         received = yield self._gather_bytes(packed(self.started.calls()), name)
         waiting = self.started.start_missing(unpacked(bytes(received.tolist()), self.size), start)
@@ -281,7 +241,15 @@ class HorovodTransport(MeetingTransport):
         return self.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), name=name)
 
 
-def _call(kind: str, x: torch.Tensor, **options: Any) -> dict[str, Any]:
-    """Return what another rank needs to start the same collective."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    return {"kind": kind, "length": x.numel(), "dtype": dtype, "device": x.device.type, **options}
+def _call(collective: Collective) -> dict[str, Any]:
+    """Return what another rank needs to start the same collective, with buffers that need not be as long."""
+    kind, (x, *_), op, root, equal = collective
+    return {
+        "kind": kind,
+        "lengths": [part.numel() for part in collective.buffers],
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "device": x.device.type,
+        "op": op,
+        "root": root,
+        "equal": equal,
+    }

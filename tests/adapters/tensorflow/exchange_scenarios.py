@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 import grace.tensorflow
 from grace.core.ops import get_ops
 from grace.core.session.simulation import Simulation
+from grace.core.transport.collectives import Collective
 from grace.core.transport.transport import Handle, Transport
 from grace.tensorflow.transport import HorovodTransport
 from grace.testing.transport_contract import run_transport_contract
@@ -433,20 +434,11 @@ class _InGraphs(Transport):
     def __init__(self, transport: HorovodTransport) -> None:
         self.rank, self.size, self._transport = transport.rank, transport.size, transport
 
-    def _run(self, start: Callable[..., Handle], *arrays: tf.Tensor) -> Handle:
-        return _Ended(tf.function(lambda *xs: start(*xs).wait(), autograph=False)(*arrays))
+    def _start(self, collective: Collective, name: str) -> Handle:
+        def run(*buffers: tf.Tensor) -> tf.Tensor:
+            return self._transport.start(collective._replace(buffers=buffers), name).wait()
 
-    def allreduce(self, x: tf.Tensor, **options: Any) -> Handle:
-        return self._run(lambda x: self._transport.allreduce(x, **options), x)
-
-    def allgather(self, x: tf.Tensor, **options: Any) -> Handle:
-        return self._run(lambda x: self._transport.allgather(x, **options), x)
-
-    def alltoall(self, xs: Sequence[tf.Tensor], **options: Any) -> Handle:
-        return self._run(lambda *xs: self._transport.alltoall(xs, **options), *xs)
-
-    def broadcast(self, x: tf.Tensor, **options: Any) -> Handle:
-        return self._run(lambda x: self._transport.broadcast(x, **options), x)
+        return _Ended(tf.function(run, autograph=False)(*collective.buffers))
 
 
 def transport_contract() -> dict[str, list[str]]:
