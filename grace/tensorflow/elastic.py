@@ -12,7 +12,6 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from grace.core.errors import ConfigError
-from grace.core.guards.agreement import Meeting
 from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps, refusal_of_process_sets
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import inside
@@ -119,9 +118,12 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def _meet(self, number: int) -> bool:
         """Compare an exchange with that of the other ranks; return whether this one keeps what it holds back."""
         exchange, crew = self._exchanges[number]
-        with Meeting(lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"), _WHERE) as meeting:
-            meeting.mine = {**exchange.described(), **crew.described()}
-        return crew.met(meeting.everyone, exchange.rank)
+        return crew.meet(
+            exchange.described,
+            lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"),
+            _WHERE,
+            exchange.rank,
+        )
 
     def _save_variables(self) -> None:
         self._saved_exchanges = [(exchange, exchange.snapshot()) for exchange, _ in self._exchanges]

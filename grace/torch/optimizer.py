@@ -22,9 +22,10 @@ from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Library
 from grace.torch.local import LocalAdapter
-from grace.torch.loss_scale import LossScale, check_scaler
+from grace.torch.loss_scale import LossScale, scales
+from grace.torch.model import is_registered
 from grace.torch.steps import described
-from grace.torch.tensors import is_registered, is_sharded, names_of, refuse_unfrozen, spec_of
+from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -94,8 +95,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, _WHERE)
         _refuse(optimizer)
         average = library.averages(op)
-        if grad_scaler is not None:
-            check_scaler(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
+        scaled = scales(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
         made = session.config
         # What local steps exchange is no gradient.
         used = described(optimizer) if local_steps == 1 else described(optimizer)._replace(adaptive=False)
@@ -139,7 +139,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
+            "grad_scaler": scaled,
         }
         # With local steps, the engine exchanges all tensors.
         delegate = library.reduces if local_steps == 1 else lambda item: False
@@ -164,7 +164,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.
             vars(optimizer).update({**vars(wrapped), **vars(optimizer)})
             wrapped.__dict__ = vars(optimizer)
-        if grad_scaler is not None and grad_scaler.is_enabled():
+        if scaled:
             exchange.loss_scale = LossScale(grad_scaler, run)
         adapter = GradientAdapter(
             wrapped,

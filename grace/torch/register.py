@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,47 +11,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.config.config import Config
-from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError
 from grace.core.session.start import Request, open_session
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.steps import described, watch
-from grace.torch.tensors import note_registered, spec_of
-
-_WHERE = "grace.torch.register"
-
-
-class ModelExchange(Exchange):
-    """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
-
-    called = "exchange"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        watch(self)
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step of an optimizer. Warn in the first one if the two are known to be a poor pair."""
-        if optimizer in self._seen:
-            return
-        self._seen.add(optimizer)
-        ours = set(self.exchanged())
-        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
-            self.optimizers.append(described(optimizer))
-            if self._speaks:
-                warn_of_pairs(self.config, self.optimizers[-1])
-
-    def exchanged(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients it exchanges."""
-        return [self._parameters[spec.name] for spec in self._specs]
-
-    def start_comparing(self) -> None:
-        """Start to compare the ranks. Warn in the first step of an unknown GradScaler."""
-        super().start_comparing()
-        if not self.scaler_sought and not self.all_dense:
-            self.warn_of_scaler(_WHERE)
+from grace.torch.loss_scale import LossScale, scales
+from grace.torch.model import WHERE, ModelExchange
+from grace.torch.tensors import spec_of
 
 
 def register(
@@ -86,24 +50,20 @@ def register(
 
     model = _parallel_in(model)
 
-    request = Request(config, options, register, _WHERE)
+    request = Request(config, options, register, WHERE)
     if not isinstance(model, DistributedDataParallel):
         from grace.torch.distributed.fsdp import register_sharded
 
-        sharded_exchange = register_sharded(model, request, grad_scaler=grad_scaler)
-        note_registered(sharded_exchange)
-        return sharded_exchange
+        return register_sharded(model, request, grad_scaler=grad_scaler)
     library = TorchDistributed(model.process_group, request.timeout)
     with open_session(
         request, library.transport, world=library.world, group=f"grace/{library.group}", kind="model"
     ) as session:
-        check_model(model, _WHERE)
-        wrapped = take_hook(model, _WHERE)
+        check_model(model, WHERE)
+        wrapped = take_hook(model, WHERE)
         parameters = parameters_of(model)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if grad_scaler is not None:
-            check_scaler(grad_scaler, trained.values(), _WHERE)
-        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        scaled = scales(grad_scaler, trained.values(), WHERE)
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
         session.mine = {"model number": session.number, "grad_scaler": scaled}
@@ -113,7 +73,6 @@ def register(
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, run)
     GradientHook(model, parameters, exchange, wrapped).attach(model)
-    note_registered(exchange)
     exchange.announce(run.stages)
     return exchange
 
@@ -134,12 +93,12 @@ def _parallel_in(model: torch.nn.Module) -> torch.nn.Module:
         names = list(found)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ConfigError(
-            f"{_WHERE}: expected a model that is or holds one model in DistributedDataParallel or fully_shard, "
+            f"{WHERE}: expected a model that is or holds one model in DistributedDataParallel or fully_shard, "
             f"received {received}, which holds {len(names)}: {', '.join(names[:5])}{more}. Register each of them, "
             "or shard the model that holds them as well."
         )
     raise TypeError(
-        f"{_WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel or sharded by "
+        f"{WHERE}: expected a model wrapped in torch.nn.parallel.DistributedDataParallel or sharded by "
         f"torch.distributed.fsdp.fully_shard, received {received}; wrap or shard it first, or use "
         "grace.torch.DistributedOptimizer for a plain model."
     )

@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from grace.core.errors import StepError
 from grace.core.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from grace.torch.register import ModelExchange
-
-# The exchanges of registered models, not their parameters: PyTorch moves and converts no sharded parameter to which
-# there are weak references.
-_registered: weakref.WeakSet[ModelExchange] = weakref.WeakSet()
-
-
-def note_registered(exchange: ModelExchange) -> None:
-    """Take note of the exchange of a registered model."""
-    _registered.add(exchange)
-
-
-def is_registered(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether a registered model that still exists exchanges the gradient of one of the parameters."""
-    exchanged = {p for exchange in _registered for p in exchange.exchanged()}
-    return any(p in exchanged for p in parameters)
 
 
 def is_sharded(p: torch.Tensor) -> bool:

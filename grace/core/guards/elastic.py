@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core.errors import ConfigError
+from grace.core.guards.agreement import agree
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
@@ -39,10 +40,6 @@ class Crew:
         # The number of ranks among which this one was last; None if it is new.
         self._before: int | None = None
 
-    def described(self) -> dict[str, Any]:
-        """Return what the other ranks must know of this one when they meet."""
-        return {"of this rank": self._before}
-
     def moved(self, before: int, after: int, rank: int) -> None:
         """Note that this rank goes on as rank `rank` of `after`; there were `before` ranks before."""
         self._before = before
@@ -54,11 +51,13 @@ class Crew:
             after,
         )
 
-    def met(self, everyone: Sequence[dict[str, Any]], rank: int) -> bool:
-        """Take the descriptions of all ranks; return whether this one keeps what it holds back.
+    def meet(self, described: Mapping[str, Any], gather: Callable[[Any], list[Any]], where: str, rank: int) -> bool:
+        """Compare the exchange with that of the other ranks; return whether this one keeps what it holds back.
 
-        A new rank among others does not. At the start of a run all are new, and what one has loaded is its own.
+        A new rank among others does not. At the start of a run all are new, and what one has loaded is its own. Raises
+        the errors of `agree`.
         """
+        everyone = agree({**described, "of this rank": self._before}, None, gather, where)
         known = [theirs["of this rank"] for theirs in everyone]
         keeps = self._before is not None or not any(known)
         stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)

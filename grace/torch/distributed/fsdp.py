@@ -37,8 +37,8 @@ from grace.core.step.step import Step
 from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
 from grace.torch.exchange import OPS
-from grace.torch.loss_scale import LossScale, check_scaler
-from grace.torch.register import ModelExchange
+from grace.torch.loss_scale import LossScale, scales
+from grace.torch.model import ModelExchange
 
 
 class _Tensor(NamedTuple):
@@ -388,9 +388,7 @@ def register_sharded(
     ) as session:
         made = session.config
         _check_groups(groups, where)
-        if grad_scaler is not None:
-            check_scaler(grad_scaler, [t.local for group in groups for t in group.tensors], where)
-        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        scaled = scales(grad_scaler, [t.local for group in groups for t in group.tensors], where)
         tensors = {tensor.name: tensor for group in groups for tensor in group.tensors}
         every = [(group, tensor) for group in groups for tensor in group.tensors]
         whole = [group.spec(tensor, whole=True, scaled=scaled) for group, tensor in every]

@@ -9,7 +9,6 @@ import horovod.torch as hvd
 import horovod.torch.elastic
 from horovod.torch.elastic.state import StateHandler
 
-from grace.core.guards.agreement import Meeting
 from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps
 from grace.torch.exchange import Exchange
 from grace.torch.horovod.library import Horovod
@@ -79,10 +78,13 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
     def sync(self) -> None:
         exchange = self._exchange
         run, transport = exchange.run, exchange.transport
-        with Meeting(lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"), _WHERE) as meeting:
-            meeting.mine = {**exchange.described(), **self._crew.described()}
+        keeps = self._crew.meet(
+            exchange.described(),
+            lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"),
+            _WHERE,
+            transport.rank,
+        )
         root = hvd.broadcast_object(self.value.state_dict(), root_rank=0, name="grace.sync")
-        keeps = self._crew.met(meeting.everyone, transport.rank)
         if transport.rank != 0:
             # What is equal on all ranks is that of rank 0; residuals are this rank's own.
             own = run.memories()

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import grace.torch
 from grace.core.compressors.topk import TopK
 from grace.core.plan.unit import offsets
-from grace.torch.tensors import is_registered
+from grace.torch.model import is_registered
 from tests.adapters.torch.launched import GROUPS, mean, my_rank
 from tests.adapters.torch.model import (
     backward_of_a_late_rank,

@@ -1,4 +1,4 @@
-"""A scheduler for the compression, used like PyTorch's learning-rate schedulers."""
+"""A scheduler for the compression, used like a learning-rate scheduler."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 from grace.core.config.schedule import as_changes
 from grace.core.errors import ConfigError
+from grace.core.session.exchange import Exchange
 from grace.core.state.checks import check_mapping, check_number
-from grace.torch.exchange import Exchange
 
 
 class CompressionScheduler:
     """A scheduler that changes the options or the method of the compression during training. Residuals are kept.
 
-    `optimizer` is a wrapped optimizer, or the exchange of a model from `register`. `schedule(n)` returns the settings
-    after n calls of `step()`; n = 0 is the start. It returns a dictionary such as {"compress_ratio": 0.01}, a number
-    (the compress_ratio), or None for no change, and the same on all ranks. Call `step()` after `optimizer.step()`, once
-    per step or epoch. A `schedule` or `warmup_steps` in the configuration does not need this class. Raises the errors
+    `optimizer` is a wrapped optimizer, or any exchange. `schedule(n)` returns the settings after n calls of `step()`;
+    n = 0 is the start. It returns a dictionary such as {"compress_ratio": 0.01}, a number (the compress_ratio), or None
+    for no change, and the same on all ranks. Call `step()` after `optimizer.step()`, once per step or epoch. A `schedule` or `warmup_steps` in the configuration does not need this class. Raises the errors
     of `Exchange.change`, and ConfigError for an optimizer without grace.
     """
 
@@ -25,9 +24,8 @@ class CompressionScheduler:
         exchange = getattr(optimizer, "grace", optimizer)
         if not isinstance(exchange, Exchange):
             raise ConfigError(
-                "CompressionScheduler: expected an optimizer from grace.torch.DistributedOptimizer, or the exchange "
-                f"from grace.torch.register, received {type(optimizer).__qualname__}, which does not compress; wrap it "
-                "first."
+                "CompressionScheduler: expected an optimizer that grace has wrapped, or an exchange, received "
+                f"{type(optimizer).__qualname__}, which does not compress; wrap it first."
             )
         self._exchange = exchange
         self._schedule = schedule
@@ -56,7 +54,7 @@ class CompressionScheduler:
         It applies all steps up to the position, because each step gives only a change. Raises ConfigError if the
         position is earlier than the current one, and StateError if the state holds no position.
         """
-        last = check_mapping(state, "CompressionScheduler").get("last_step")
+        last: Any = check_mapping(state, "CompressionScheduler").get("last_step")
         check_number(last, "CompressionScheduler, last_step")
         if last < self.last_step:
             raise ConfigError(

@@ -1,0 +1,57 @@
+"""`ModelExchange`: the exchange of a model that PyTorch itself makes parallel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from grace.core.config.recommended import warn_of_pairs
+from grace.torch.exchange import Exchange
+from grace.torch.steps import described, watch
+
+WHERE = "grace.torch.register"
+# The exchanges of registered models, not their parameters: PyTorch moves and converts no sharded parameter to which
+# there are weak references.
+_registered: weakref.WeakSet[ModelExchange] = weakref.WeakSet()
+
+
+class ModelExchange(Exchange):
+    """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
+
+    called = "exchange"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        watch(self)
+        _registered.add(self)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step of an optimizer. Warn in the first one if the two are known to be a poor pair."""
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        ours = set(self.exchanged())
+        if any(p in ours for group in optimizer.param_groups for p in group["params"]):
+            self.optimizers.append(described(optimizer))
+            if self._speaks:
+                warn_of_pairs(self.config, self.optimizers[-1])
+
+    def exchanged(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients it exchanges."""
+        return [self._parameters[spec.name] for spec in self._specs]
+
+    def start_comparing(self) -> None:
+        """Start to compare the ranks. Warn in the first step of an unknown GradScaler."""
+        super().start_comparing()
+        if not self.scaler_sought and not self.all_dense:
+            self.warn_of_scaler(WHERE)
+
+
+def is_registered(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a registered model that still exists exchanges the gradient of one of the parameters."""
+    exchanged = {p for exchange in _registered for p in exchange.exchanged()}
+    return any(p in exchanged for p in parameters)
