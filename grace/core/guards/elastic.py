@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core.errors import ConfigError
-from grace.core.guards.agreement import agree
+from grace.core.guards.agreement import Meeting
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
@@ -51,14 +51,17 @@ class Crew:
             after,
         )
 
-    def meet(self, described: Mapping[str, Any], gather: Callable[[Any], list[Any]], where: str, rank: int) -> bool:
-        """Compare the exchange with that of the other ranks; return whether this one keeps what it holds back.
+    def meet(
+        self, described: Callable[[], Mapping[str, Any]], gather: Callable[[Any], list[Any]], where: str, rank: int
+    ) -> bool:
+        """Compare what `described` returns with the other ranks; return whether this one keeps what it holds back.
 
         A new rank among others does not. At the start of a run all are new, and what one has loaded is its own. Raises
         the errors of `agree`.
         """
-        everyone = agree({**described, "of this rank": self._before}, None, gather, where)
-        known = [theirs["of this rank"] for theirs in everyone]
+        with Meeting(gather, where) as meeting:
+            meeting.mine = {**described(), "of this rank": self._before}
+        known = [theirs["of this rank"] for theirs in meeting.everyone]
         keeps = self._before is not None or not any(known)
         stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)
         if before:

@@ -14,10 +14,11 @@ from grace.core.state.checks import check_mapping, check_number
 class CompressionScheduler:
     """A scheduler that changes the options or the method of the compression during training. Residuals are kept.
 
-    `optimizer` is a wrapped optimizer, or any exchange. `schedule(n)` returns the settings after n calls of `step()`;
-    n = 0 is the start. It returns a dictionary such as {"compress_ratio": 0.01}, a number (the compress_ratio), or None
-    for no change, and the same on all ranks. Call `step()` after `optimizer.step()`, once per step or epoch. A `schedule` or `warmup_steps` in the configuration does not need this class. Raises the errors
-    of `Exchange.change`, and ConfigError for an optimizer without grace.
+    `optimizer` is a wrapped optimizer, or any exchange. `schedule(n)` returns the settings after n calls of `step()`; n
+    = 0 is the start. It returns a dictionary such as {"compress_ratio": 0.01}, a number (the compress_ratio), or None
+    for no change, and the same on all ranks. Call `step()` after `optimizer.step()`, once per step or epoch. A
+    `schedule` or `warmup_steps` in the configuration does not need this class. Raises the errors of `Exchange.change`,
+    and ConfigError for an optimizer without grace.
     """
 
     def __init__(self, optimizer: Any, schedule: Callable[[int], Mapping[str, Any] | float | None]) -> None:
