@@ -124,9 +124,11 @@ class BucketStep:
         try:
             collectives = next(rounds)
             while True:
-                arrived = yield collectives
+                results = yield collectives
                 self._remember()
-                collectives = rounds.send(arrived)
+                collectives = rounds.send(results)
+                # Nobody needs them while the next round travels.
+                del results
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 

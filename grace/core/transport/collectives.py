@@ -1,4 +1,4 @@
-"""Collectives as values: a communicator's program yields them, and the engine runs them over any transport."""
+"""Collectives as values: routes yield them, and the step of a bucket starts them on any transport."""
 
 from __future__ import annotations
 
