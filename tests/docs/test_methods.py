@@ -133,7 +133,7 @@ def test_a_docstring_is_taken_apart(methods):
         When: seldom. Not now.
 
         Reference: Doe et al., "A title", ICML 2019.
-        """
+        """  # noqa: D205
 
     text = methods.text_of(Method)
     assert text.summary == "Identity: sends x as it is."

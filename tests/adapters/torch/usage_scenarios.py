@@ -480,8 +480,9 @@ def sparse_gradients() -> dict[str, Any]:
 
 
 def unused_embedding() -> dict[str, Any]:
-    """Train an embedding with sparse gradients that one rank does not use in some steps; return the error, if any,
-    and that of ranks that differ in the kind.
+    """Train an embedding with sparse gradients that one rank does not use in some steps.
+
+    Return the error, if any, and that of ranks that differ in the kind.
     """
     rules = [{"match": "weight", "compressor": "none"}]
 
