@@ -5,7 +5,8 @@ python scripts/pages docs/choose.md     # only these pages and figures
 python scripts/pages --check            # changes nothing; exit status 1 if something is out of date
 
 A block stands between `<!-- begin KIND ARGUMENTS -->` and `<!-- end KIND ARGUMENTS -->`, each on a line of its own. The
-function that is registered for the kind returns its lines.
+function that is registered for the kind returns its lines. A number within a sentence stands between
+`<!--=PAGE.NAME-->` and `<!--/-->` (quoted.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import measurements  # noqa: F401
 import methods  # noqa: F401
 import moved_bytes  # noqa: F401
 import numpy as np
+import quoted
 import recommended  # noqa: F401
 import reference  # noqa: F401
 import step_time  # noqa: F401
@@ -45,7 +47,7 @@ def pages() -> list[Path]:
 
 
 def written(page: Path, text: str) -> str:
-    """Return the text of a page with all its blocks written anew."""
+    """Return the text of a page with all its blocks and quoted numbers written again."""
     lines = text.split("\n")
     done: list[str] = []
     position = 0
@@ -57,7 +59,7 @@ def written(page: Path, text: str) -> str:
         begin = f"<!-- begin {name}: written by scripts/pages -->"
         done += [*lines[position:first], begin, "", *content, "", lines[last]]
         position = last + 1
-    return "\n".join([*done, *lines[position:]])
+    return quoted.filled("\n".join([*done, *lines[position:]]))
 
 
 def blocks(page: Path, lines: list[str]) -> Iterator[tuple[int, int, str]]:

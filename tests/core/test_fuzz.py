@@ -38,6 +38,12 @@ def test_every_case_ends_in_a_result_or_an_error_of_grace(kind, first, number):
     assert 0 < results < number, "the cases must be neither all harmless nor all refused"
 
 
+def test_an_ordinary_run_draws_thousands_of_cases_and_all_a_million():
+    ordinary, everything = (sum(counts) for counts in zip(*fuzz.COUNTS.values(), strict=True))
+    assert 1000 < ordinary < 10_000
+    assert everything == 10**6
+
+
 @pytest.mark.parametrize(("kind", "number"), FOUND)
 def test_what_the_fuzzer_has_found_stays_mended(kind, number):
     fuzz.run(kind, number, 1)

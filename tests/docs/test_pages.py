@@ -17,6 +17,8 @@ import pytest
 from grace.listing import FAMILIES
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.processes
+
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 FIGURES = ["docs/figures/timeline.svg", "docs/figures/errors_normal.svg", "docs/figures/errors_recorded.svg"]
@@ -212,6 +214,21 @@ def test_blocks_are_written_where_they_stand(pages):
         ("<!-- begin nothing -->\n<!-- end nothing -->\n", "line 1: no block is of the kind 'nothing'"),
     ):
         with pytest.raises(SystemExit, match=re.escape(said)):
+            pages.written(page, wrong)
+
+
+def test_numbers_are_written_into_sentences(pages):
+    page = ROOT / "docs" / "guide.md"
+    text = "After <!--=waiting.warn-->1\nor 2<!--/--> seconds, <!--=waiting.limit--><!--/-->.\n"
+    assert (
+        pages.written(page, text) == "After <!--=waiting.warn-->25<!--/--> seconds, <!--=waiting.limit-->300<!--/-->.\n"
+    )
+    for wrong, message in (
+        ("A <!--=waiting.none-->1<!--/-->", "no number is named waiting.none; expected one of ['limit', 'warn']"),
+        ("A <!--=none.warn-->1<!--/-->", "has no numbers of the page 'none'"),
+        ("A\n<!--=waiting.warn-->1<!--/-->", "a quoted number must not begin a line: <!--=waiting.warn-->"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(message)):
             pages.written(page, wrong)
 
 

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from grace import make_config
 from grace.core.codecs.peeling import BLOCK, ROWS, Hashes, Sizes, peel, sketch_sparse, spread
 from grace.core.errors import ConfigError
-from grace.core.spec import Key, TensorSpec
+from grace.core.plan.plan import make_plan
+from grace.core.spec import Key, Ranks, TensorSpec
 from grace.testing.harness import exchange, wide
 from tests.papers.common import OPS, bits_per_element, make, normal, payload, send, simulate, spec, state, step
 
@@ -33,6 +35,16 @@ def recovered(x: np.ndarray, sizes: Sizes, key: Key) -> np.ndarray:
     """Return what is peeled from the sketch of all elements that are not zero."""
     indices = np.flatnonzero(x).astype(np.int32)
     return peel(OPS, *sketch_sparse(OPS, x[indices], indices, len(x), *sizes, key), len(x), *sizes, key)
+
+
+def test_what_a_rank_sends_of_a_million_elements():
+    """As the docstring of the method says."""
+    config, tensor = make_config(compressor="homomorphic"), TensorSpec("w", (10**6,))
+    for ranks in (4, 7):
+        (unit,) = make_plan([tensor], config, ranks=Ranks(ranks)).units
+        sketch, counters = unit.fields
+        assert (sketch.length, counters.length, 32 // counters.lanes) == (33_792, 230_912, 4)
+        assert unit.compressor.compress_ratio == 0.02
 
 
 def test_the_sum_of_payloads_is_the_payload_of_the_sum():

@@ -1,0 +1,462 @@
+"""Numbers that sentences quote: those of measurements, defaults, sizes and versions.
+
+A sentence has a number between `<!--=PAGE.NAME-->` and `<!--/-->`. The function that is registered for the page, here
+named by one word, yields the names and the texts. It raises an AssertionError if a sentence is no longer true that
+says a number in words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import measurements
+import numpy as np
+from registry import ROOT
+
+import grace
+from grace import compressors, memories
+from grace.bench import command as codec_command
+from grace.bench.step import command as step_command
+from grace.bench.step import models, run
+from grace.core.communicators import sparse_allreduce
+from grace.core.config.config import Config, default_rules
+from grace.core.guards.replicas import SUMMARY_BYTES, summary
+from grace.core.guards.waiting import WARN_SECONDS
+from grace.core.ops import get_ops
+from grace.core.plan.unit import SHARD_GRAIN
+from grace.core.spec import MAX_MAGNITUDE
+from grace.core.transport.transport import TIMEOUT
+from grace.core.wire import indices, lanes, rans
+
+MARK = re.compile(r"<!--=(\w+)\.(\w+)-->.*?<!--/-->", re.DOTALL)
+MIB = 2**20
+TEST_IMAGES = 360
+Row = dict[str, Any]
+Values = Iterator[tuple[str, str]]
+pages: dict[str, Callable[[], Values]] = {}
+
+
+def quoted(function: Callable[[], Values]) -> Callable[[], Values]:
+    """Register a function by its name, for the page that the name says."""
+    pages[function.__name__] = function
+    return function
+
+
+@cache
+def values(page: str) -> dict[str, str]:
+    """Return the texts of a page by their names."""
+    if page not in pages:
+        raise SystemExit(
+            f"scripts/pages/quoted.py has no numbers of the page {page!r}; expected one of {sorted(pages)}."
+        )
+    return dict(pages[page]())
+
+
+def filled(text: str) -> str:
+    """Return the text of a page with all quoted numbers written again."""
+
+    # Markdown takes a line that begins with a comment for a block of HTML.
+    if wrong := re.search(r"^[ >*+-]*<!--=.*", text, re.MULTILINE):
+        raise SystemExit(f"a quoted number must not begin a line: {wrong[0]}")
+
+    def fill(mark: re.Match[str]) -> str:
+        page, name = mark[1], mark[2]
+        if name not in values(page):
+            raise SystemExit(f"no number is named {page}.{name}; expected one of {sorted(values(page))}.")
+        return f"<!--={page}.{name}-->{values(page)[name]}<!--/-->"
+
+    return MARK.sub(fill, text)
+
+
+# --- measurements ---------------------------------------------------------------------------------------------------
+
+
+def rows(name: str) -> list[Row]:
+    return measurements.load(name)["rows"]
+
+
+def row(name: str, method: str, setting: str | None = None) -> Row:
+    (found,) = (r for r in rows(name) if r["method"] == method and setting in (None, r.get("setting", "")))
+    return found
+
+
+def points(a: float, b: float) -> float:
+    """Return a difference of accuracies, which are numbers of the 360 test images."""
+    return round((a - b) * 3.6) / 3.6
+
+
+def below(name: str, column: str, *others: str) -> float:
+    """Return how many points the worst method is below `none`, except for those named."""
+    accuracies = {r["method"]: r[column] for r in rows(name) if column in r}
+    return max(points(accuracies["none"], x) for method, x in accuracies.items() if method not in others)
+
+
+def error(method: str, setting: str, of: str = "normal") -> float:
+    return row("errors", method, setting)[of]
+
+
+def over(a: tuple[str, str], b: tuple[str, str], *gradients: str) -> list[float]:
+    """Return the ratios of two errors."""
+    return [error(*a, of) / error(*b, of) for of in gradients]
+
+
+EDEN, MAX, L2 = ("eden", "bits 4"), ("qsgd", "quantum_num 7"), ("qsgd", "quantum_num 7 norm l2")
+ALQ, NUQSGD = ("alq", "quantum_num 7"), ("nuqsgd", "quantum_num 7")
+EVERY = ("normal", "laplace", "lognormal", "recorded")
+
+
+@quoted
+def errors() -> Values:
+    normal, lognormal = over(MAX, EDEN, "normal", "lognormal")
+    yield "qsgd_normal", f"{normal:.0f}"
+    yield "qsgd_lognormal", f"{lognormal:.0f}"
+    yield "l2_4_bits", f"{over(L2, MAX, 'normal')[0]:.0f}"
+    (at_8,) = over(("qsgd", "quantum_num 127 norm l2"), ("qsgd", "quantum_num 127"), "normal")
+    yield "l2_8_bits", f"{at_8:.0f}"
+    nf4 = over(("blockwise", "format nf4"), EDEN, *EVERY)
+    yield "nf4_least", f"{min(nf4):.1f}"
+    yield "nf4_most", f"{max(nf4):.1f}"
+    normal, lognormal = over(ALQ, MAX, "normal", "lognormal")
+    assert (round(3 * normal), round(5 * lognormal)) == (2, 1), "two thirds and a fifth"
+    yield "nuqsgd", f"{over(NUQSGD, MAX, 'normal')[0]:.1f}"
+    assert [round(2 * r) for r in over(("uveqfed", "bits 4"), MAX, *EVERY)] == [1] * 4, "half the error of qsgd"
+    vqsgd = over(("vqsgd", ""), ("eden", "bits 2"), *EVERY)
+    yield "vqsgd_bits", f"{row('errors', 'vqsgd', '')['bits']}"
+    yield "vqsgd_least", f"{min(vqsgd):.0f}"
+    yield "vqsgd_most", f"{max(vqsgd):.0f}"
+    low_rank = [r for r in rows("errors") if r["method"] in ("powersgd", "acpsgd", "gradzip", "truncatedsvd", "atomo")]
+    low_rank = [r for r in low_rank if r["setting"] in ("", "compress_rank 4")]
+    assert all(r["recorded"] < 0.2 and r["normal"] > 0.9 for r in low_rank), "little of normal numbers"
+    yield "atomo", f"{error('atomo', ''):.0f}"
+    share = row("errors", "m22", "compress_ratio 0.1")["bits"] / row("errors", "topk", "compress_ratio 0.1")["bits"]
+    yield "m22_share", f"{100 * share:.0f}"
+
+
+@quoted
+def accuracy() -> Values:
+    columns = ("torch_0", "torch_1", "keras_0")
+    furthest = max(below("accuracy", column) for column in columns)
+    assert furthest <= 2, "no method is more than 2 points below none"
+    yield "furthest", f"{furthest:.2f}"
+    yield "dgc_keras", f"{row('accuracy', 'dgc')['keras_0']:.2f}"
+    yield "dgc_torch", f"{row('accuracy', 'dgc')['torch_1']:.2f}"
+    yield "others", f"{max(below('accuracy', column, 'dgc') for column in columns):.2f}"
+    dense = row("accuracy", "none")["torch_0_bucket"]
+    for method in ("dgc", "scalecom"):
+        yield f"{method}_buckets", f"{points(dense, row('accuracy', method)['torch_0_bucket']):.2f}"
+    yield "others_buckets", f"{below('accuracy', 'torch_0_bucket', 'dgc', 'scalecom'):.2f}"
+    better = {r["method"]: points(r["fsdp"], r["horovod"]) for r in rows("digits_launchers") if "fsdp" in r}
+    yield "fsdp_worst", f"{-min(better.values()):.2f}"
+    assert max(better, key=better.get) == "scalecom"
+    yield "fsdp_best", f"{better['scalecom']:.2f}"
+    sizes, images = network()
+    yield "parameters", f"{sum(sizes):,}"
+    yield "images", f"{images:,}"
+    yield "test_images", f"{TEST_IMAGES}"
+    yield "one_image", f"{100 / TEST_IMAGES:.2f}"
+    compressed = 4 * sum(n for n in sizes if n >= 1024)
+    assert compressed == measurements.load("accuracy")["dense_bytes"]
+    yield "dense_bytes", f"{compressed:,}"
+    for name, version in measurements.load("accuracy")["versions"].items():
+        yield name.lower(), version
+
+
+def example(name: str) -> ModuleType:
+    """Return the module of an example."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@cache
+def network() -> tuple[list[int], int]:
+    """Return the elements of each parameter of the digits example, and the number of images."""
+    data = example("digits").load_data()
+    assert len(data.test.labels) == TEST_IMAGES
+    sizes = [p.numel() for p in example("digits_torch").Network().parameters()]
+    return sizes, TEST_IMAGES + len(data.train.labels)
+
+
+@quoted
+def adam() -> Values:
+    worst = max(row("adamw", "none")["accuracy"] - row("adamw", m)["accuracy"] for m in ("qsgd", "eden", "powersgd"))
+    yield "worst", f"{worst:.1f}"
+    source = (ROOT / "benchmarks/adamw.py").read_text(encoding="utf-8")
+    layers = [(int(a), int(b)) for a, b in re.findall(r"Linear\((\d+), (\d+)\)", source)]
+    yield "parameters", f"{sum(a * b + b for a, b in layers):,}"
+    settings = re.search(r"RANKS, BATCH, EPOCHS, SEEDS = (\d+), (\d+), (\d+),", source)
+    assert settings is not None
+    ranks, batch, epochs = map(int, settings.groups())
+    yield "steps", f"{epochs * ((network()[1] - TEST_IMAGES) // (ranks * batch))}"
+    yield "test_images", f"{TEST_IMAGES}"
+    yield "one_image", f"{100 / TEST_IMAGES:.2f}"
+
+
+@quoted
+def communicators() -> Values:
+    dense, signs = row("many_ranks", "none")["allreduce"], row("many_ranks", "efsignsgd")
+    yield "one_bit", f"{dense - signs['two_shot']:.1f}"
+    yield "four_bits", f"{dense - signs['finer']:.1f}"
+    yield "counted_from", f"{sparse_allreduce._COUNTED_FROM:,}"
+
+
+@quoted
+def choose() -> Values:
+    none, qsgd, tenth, hundredth = (row("adamw", name)["loss"] for name in ("none", "qsgd", "topk, 10 %", "topk"))
+    yield "qsgd", f"{qsgd / none:.2f}"
+    yield "tenth", f"{tenth / none:.1f}"
+    yield "hundredth", f"{hundredth / none:.1f}"
+    yield from list(communicators())[:2]
+
+
+@quoted
+def speed() -> Values:
+    data = measurements.load("codec")
+    yield "elements", f"{data['elements'] / 1e6:.0f}"
+    yield "copy_least", f"{data['copy_ms'][0]}"
+    yield "copy_most", f"{data['copy_ms'][1]}"
+    slow = {r["method"] for r in data["rows"] if r.get("break_even", 9) < 1.3}
+    assert slow == {"deepreduce", "fedqcs", "homomorphic", "qcs"}, "what pays on slow links only"
+    for name, version in data["versions"].items():
+        yield name.lower().replace(" ", "_"), version
+    yield "mlp", f"{mlp() / 1e6:.1f}"
+    ddp = {r["method"]: r["two"] for r in rows("step_ddp")}
+    assert round(4 * ddp["topk"] / ddp["ddp-fp16"]) == 1, "about a quarter"
+    assert round(3 * ddp["powersgd"] / ddp["ddp-powersgd"]) == 2, "about two thirds"
+    plain, bits8 = row("step_fsdp", "fsdp")["mb"], row("step_fsdp", "eightbit")["mb"]
+    yield "fsdp", f"{plain:.0f}"
+    yield "fsdp_gradients", f"{plain / 2:.0f}"
+    yield "fsdp_eightbit", f"{bits8 - plain / 2:.0f}"
+
+
+@quoted
+def codecs() -> Values:
+    columns = measurements.load("codec")["columns"]
+    yield "goal_numpy", f"{columns['small_numpy']['goal']}"
+    yield "goal_torch", f"{columns['small_torch']['goal']}"
+    products, step = {r["products"]: r["together"] for r in rows("products")}, row("codec", "powersgd")
+    yield "frameworks_numpy", f"{step['numpy'] / products['NumPy']:.1f}"
+    yield "frameworks_torch", f"{step['torch'] / products['PyTorch']:.1f}"
+    yield "kernels_numpy", f"{step['numpy'] / products['kernels']:.1f}"
+    yield "kernels_torch", f"{step['torch'] / products['kernels']:.1f}"
+    assert len(models.MLP) == 4, "three large matrices"
+
+
+def mlp() -> int:
+    """Return the number of the parameters of the benchmark's perceptron, without biases."""
+    return sum(a * b for a, b in zip(models.MLP, models.MLP[1:], strict=False))
+
+
+@quoted
+def hard_threshold() -> Values:
+    plain, topk, paper, equal = (rows("hard_threshold")[i::4] for i in range(4))
+    (iid, by_label), lam = paper, 4.2
+    assert {r["run"] for r in paper} == {f"threshold {lam}"}
+    fewer = [p["bytes"] / r["bytes"] for p, r in zip(plain, paper, strict=True)]
+    # The density is rounded.
+    assert abs(plain[0]["density"] / iid["density"] - 648) < 0.6, "648 times fewer values"
+    yield "lambda", f"{lam}"
+    yield "fewer_iid", f"{fewer[0]:.0f}"
+    yield "fewer_by_label", f"{fewer[1]:.0f}"
+    yield "late_equal", f"{equal[1]['late'] / plain[1]['late']:.1f}"
+    yield "late_topk", f"{topk[0]['late'] / equal[0]['late']:.0f}"
+    yield "steps_topk", f"{topk[0]['steps']}"
+    yield "steps_equal", f"{equal[0]['steps']}"
+    yield "largest_topk", f"{topk[0]['largest']}"
+    yield "worker_iid", f"{iid['worker']}"
+    yield "bound_iid", f"{iid['bound']}"
+    yield "workers", "; ".join(f"{r['worker']} of {r['bound']}" for r in (by_label, equal[1]))
+    yield "density_iid", f"{iid['density']:.2f}"
+    yield "density_by_label", f"{by_label['density']:.1f}"
+    logreg = example("hard_threshold_logreg")
+    args = logreg.parse_arguments([])
+    n, d, steps = logreg.SAMPLES, logreg.FEATURES, args.iterations
+    each = n // args.workers
+    yield "samples", f"{n:,}"
+    yield "features", f"{d:,}"
+    yield "number_of_workers", f"{args.workers}"
+    yield "samples_of_a_worker", f"{each}"
+    yield "steps", f"{steps:,}"
+    yield "epochs", f"{steps // each}"
+    text = (ROOT / "docs/hard_threshold.md").read_text(encoding="utf-8")
+    smoothness, start, minimum = (
+        float(re.findall(rf"{name} = ([\d.]+\d)", text)[0]) for name in ("4N\\)", "x_0\\)", "f\\*")
+    )
+    gamma = 1 / (smoothness * (1 + 1e-4))
+    yield "gamma", f"{gamma * 1e3:.3f}e-3"
+    yield "smoothness", f"{smoothness}"
+    yield "minimum", f"{minimum}"
+    yield "gap_start", f"{start - minimum:.0f}"
+    yield "gap_topk", f"{topk[1]['gap']}"
+    for r in (*paper, *equal):
+        assert abs(r["bound"] / (gamma**2 * d * float(r["run"].split()[1]) ** 2) - 1) < 5e-3
+    assert {r["bytes"] for r in plain} == {4 * d * steps}
+    # Ten values and indices, and a header of 16 bytes.
+    assert {r["bytes"] for r in topk} == {(8 * args.k + 16) * steps}
+
+    def volumes(method: str) -> list[float]:
+        return [r["volume"] for r in rows("hard_threshold_volume") if r["method"] == method]
+
+    for name, method in (("probe", "hardthreshold"), ("short", "hardthreshold, tune_steps 20")):
+        for number, volume in enumerate(volumes(method), 1):
+            yield f"{name}_{number}", f"{volume:.2f}"
+    by_task = [
+        {r["method"]: r for r in rows("hard_threshold_volume") if r["task"] == task}
+        for task in ("logistic regression", "matrix factorization")
+    ]
+    densities = by_task[1]["hardthreshold"]["densities"].split()
+    yield "second_eighth", densities[1]
+    yield "last_eighth", densities[-1]
+    for found in by_task:
+        topk_loss = found["topk, volume of hardthreshold"]["loss"]
+        assert abs(found["hardthreshold"]["loss"] / topk_loss - 1) < 0.005, "less than 0.5 %"
+
+
+@quoted
+def fsdp() -> Values:
+    yield "plain", f"{row('step_fsdp', 'fsdp')['mb']:.0f}"
+    yield "eightbit", f"{row('step_fsdp', 'eightbit')['mb']:.0f}"
+
+
+@quoted
+def two_nodes() -> Values:
+    yield "parameters", f"{measurements.load('step_original')['parameters'] / 1e6:.1f}"
+    for method in ("ddp", "qsgd", "compute"):
+        for link in ("1gbit", "10gbit"):
+            yield f"{method}_{link}", f"{row('step_original', method)[link]}"
+
+
+# --- defaults and sizes ---------------------------------------------------------------------------------------------
+
+
+@quoted
+def configuration() -> Values:
+    ops, n, every = get_ops("numpy", "cpu"), 64 * 2**14, 64
+    chosen = np.sort(np.random.default_rng(0).permutation(n)[: n // every]).astype(np.int32)
+    for coding in ("delta", "golomb", "bitmap", "smallest"):
+        bits = 8 * len(indices.encode(ops, chosen, indices.choose(ops, chosen, n, coding), n)) / len(chosen)
+        yield coding, f"{bits:.1f}".removesuffix(".0")
+    yield "rounds", f"{rans._PER_LANES // rans._LANES:,}"
+    yield "digest", f"{SUMMARY_BYTES}"
+    # An object of JSON takes 8 more bytes for its length.
+    yield "digest_mpi", f"{8 + len(json.dumps(summary({}).hex()))}"
+    small, _, vector, _ = default_rules()
+    assert small.max_numel is not None
+    assert vector.max_numel is not None
+    yield "small", f"{small.max_numel + 1:,}"
+    yield "vector", f"{vector.max_numel + 1:,}"
+
+
+@quoted
+def units() -> Values:
+    yield "split_mib", f"{Config.split_bytes // MIB}"
+    yield "bucket_mib", f"{Config.bucket_bytes // MIB}"
+    yield "grain", f"{SHARD_GRAIN}"
+    n, rng = 1000, np.random.default_rng(0)
+    parts = [(size * rng.standard_normal(n)).astype(np.float32) for size in (1, 0.1, 0.01)]
+    config = {"compressor": "efsignsgd", "memory": "none", "default_rules": False, "granularity": "layer"}
+
+    def lost(x: Any) -> float:
+        decoded = grace.Simulation(1, {"x": x.shape}, config).step([{"x": x}])[0]
+        return float(np.sum((decoded["x"] - x)[-n:] ** 2))
+
+    yield "times", f"{round(lost(np.concatenate(parts)) / lost(parts[-1]), -2):,.0f}"
+
+
+@quoted
+def wire_format() -> Values:
+    assert [lanes.lanes(127 * ranks) for ranks in (2, 4, 5, 258, 259)] == [3, 3, 2, 2, 1], "three, two and one"
+    yield "rans_bytes", f"{4 * rans._LANES}"
+    yield "rans_symbols", f"{rans._PER_LANES:,}"
+    # Three digests and their squares in float32; a digest of b bits is equal by chance with probability 2^-b.
+    for ranks in (4, 256):
+        yield f"bits_{ranks}", f"{3 * ((24 - (ranks - 1).bit_length()) // 2)}"
+
+
+@quoted
+def error_feedback() -> Values:
+    assert (MAX_MAGNITUDE["float32"], MAX_MAGNITUDE["float64"]) == (2.0**104, 2.0**512)
+    yield "float32", f"{MAX_MAGNITUDE['float32']:.0e}".replace("e+", "e")
+    yield "float16", f"{MAX_MAGNITUDE['float16']:.0f}"
+
+
+@quoted
+def waiting() -> Values:
+    yield "warn", f"{WARN_SECONDS:.0f}"
+    yield "limit", f"{TIMEOUT}"
+
+
+def arguments(add: Callable[[Any], None]) -> dict[str, Any]:
+    """Return the defaults of a command's arguments."""
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    return vars(parser.parse_args([add.__name__.removeprefix("add_")]))
+
+
+@quoted
+def measure() -> Values:
+    for name, make in importlib.import_module("grace.bench.step.models_torch").MODELS.items():
+        size = sum(p.numel() for p in make().parameters()) / 1e6
+        yield name, f"{size:.2f}" if size < 1 else f"{size:.1f}".removesuffix(".0")
+    codec, step = arguments(codec_command.add_codec), arguments(step_command.add_step)
+    for name in ("ranks", "threads", "repetitions"):
+        yield name, f"{codec[name]}"
+    yield "rounds", f"{step_command.ROUNDS}"
+    yield "steps", f"{step['steps']}"
+    assert run.WARM_UP == 3, "three steps to warm up"
+
+
+@quoted
+def move() -> Values:
+    topk, randomk, qsgd, powersgd, inceptionn = map(
+        compressors.make, ("topk", "randomk", "qsgd", "powersgd", "inceptionn")
+    )
+    yield "topk_ratio", f"`{topk.compress_ratio}`"
+    yield "randomk_ratio", f"`{randomk.compress_ratio}`"
+    yield "bucket", f"{qsgd.bucket_size}"
+    yield "rank", f"`{powersgd.compress_rank}`"
+    yield "rank_option", f"`compress_rank={powersgd.compress_rank}`"
+    threshold, momentum = compressors.make("threshold").threshold, memories.make("momentum").momentum
+    assert (qsgd.quantum_num, threshold, momentum) == (127, 0.01, 0.9), "the same as in the original"
+    assert inceptionn.relative
+    assert inceptionn.error_bound == 2**-10
+    yield "small", f"{default_rules()[0].max_numel + 1:,}"
+
+
+@quoted
+def statistics() -> Values:
+    simulation, sizes = grace.Simulation(1, {"w": (64, 64)}, {"compressor": "topk"}), []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        simulation.start_timeline(str(path))
+        for _ in range(20):
+            simulation.step([{"w": np.ones((64, 64), np.float32)}])
+            sizes.append(path.stat().st_size)
+        simulation.stop_timeline()
+    yield "kilobytes", f"{(sizes[-1] - sizes[0]) / 19 / 1000:.1f}"
+
+
+@quoted
+def versions() -> Values:
+    for file in ("requirements", "requirements_trainers"):
+        text = (ROOT / f"scripts/{file}.txt").read_text(encoding="utf-8")
+        for package in ("torch", "tensorflow-cpu", "numpy", "accelerate", "transformers", "lightning"):
+            if found := re.search(rf"^{package}==([\w.]+)", text, re.MULTILINE):
+                yield package.partition("-")[0], found[1]
+        if older := re.search(r'^numpy==([\d.]+); python_version < "3.11"', text, re.MULTILINE):
+            yield "numpy_3_10", older[1]
