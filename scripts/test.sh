@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up, then run lint, type checks, the docs build and all tests. Stop at the first failure, with its exit
 # status. At the end, print how long each group took. Arguments are passed to pytest: bash scripts/test.sh -k topk
-# With --all, the tests run full products of methods, launchers and so on in place of covering arrays.
+# With --all, slow tests run, too, and full products of methods, launchers and so on in place of few cases.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -40,28 +40,30 @@ tests() {
     # 5 means that the arguments select no test of this group. This is an error only if it holds for all of them.
     if [ "$status" -eq 0 ]; then found=1; elif [ "$status" -ne 5 ]; then exit "$status"; fi
 }
-# Tests that start processes run one at a time. All other tests run in parallel on all cores.
-tests "tests, one process" -n auto -m "not distributed and not kernels" "$@"
-# Ranks leave a tenth of the processor unused. The docs and the tests of kernels take it, at the lowest priority. Linux
-# shares the processor among sessions first, so they run in a session of their own. Their output is printed afterwards.
-# The tests of kernels go on when the ranks have ended, and then use all cores.
-printf '\ntest: beside the next step: bash scripts/docs.sh -q; python -m pytest -q -rs --durations=5 -n auto -m kernels%s\n' "${*:+ $*}"
+# Tests of ranks run one at a time. All other tests run in parallel on all cores.
+tests "tests, one process" -n auto -m "not distributed and not processes and not kernels" "$@"
+# Ranks leave a tenth of the processor unused. The docs and the tests of kernels and of other processes take it, at the
+# lowest priority. Linux shares the processor among sessions first, so they run in a session of their own. Their output
+# is printed afterwards. They go on when the ranks have ended, and then use all cores.
+beside_ranks="not distributed and (processes or kernels)"
+printf '\ntest: beside the next step: bash scripts/docs.sh -q; python -m pytest -q -rs --durations=5 -n auto -m "%s"%s\n' \
+    "$beside_ranks" "${*:+ $*}"
 setsid bash -ec '
     { echo 19 >/proc/self/autogroup; } 2>/dev/null || true
     renice -n 19 $$ >/dev/null
     bash scripts/docs.sh -q
-    exec python -m pytest -q -rs --durations=5 -n auto -m kernels "$@"
-' beside "$@" >"$output" 2>&1 &
+    exec python -m pytest -q -rs --durations=5 -n auto -m "$@"
+' beside "$beside_ranks" "$@" >"$output" 2>&1 &
 beside=$!
 tests "tests, several processes" -m distributed "$@"
 status=0
-timed "docs and tests of kernels, the rest" wait "$beside" || status=$?
+timed "what ran beside it, the rest" wait "$beside" || status=$?
 beside=""
 cat "$output"
 if [ "$status" -eq 0 ]; then
     found=1
 elif [ "$status" -ne 5 ]; then
-    echo "test: docs and tests of kernels: failed with exit status $status" >&2
+    echo "test: docs, and tests of kernels and of other processes: failed with exit status $status" >&2
     exit "$status"
 fi
 if [ "$found" -eq 0 ]; then

@@ -5,13 +5,28 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import subprocess
 from collections import Counter
 
 import pytest
 
+# What `pytest` leaves out if no file and no marker is named.
+ELSEWHERE = ("distributed", "processes", "kernels")
+
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run full products of test cases in place of covering arrays")
+    parser.addoption("--all", action="store_true", help="run slow tests, and full products in place of few cases")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Without a file, a marker and a number of workers: run the tests that start no process, on all cores."""
+    if config.args_source != config.ArgsSource.TESTPATHS or hasattr(config, "workerinput"):
+        return
+    if not config.option.markexpr:
+        config.option.markexpr = " and ".join(f"not {mark}" for mark in ELSEWHERE)
+        if getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
+            config.option.numprocesses = "auto"
 
 
 def pytest_configure(config):
@@ -24,9 +39,13 @@ def pytest_configure(config):
     assert covering.ALL or not config.getoption("--all"), "covering.py was imported before --all was known"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     from tests.support import ranks
 
+    if not config.getoption("--all"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     items[:] = ranks.grouped(items)
     # Long tests first: at the end, the other workers would wait for one.
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
@@ -47,6 +66,20 @@ def pytest_sessionfinish(session):
         workers = session.config.getoption("numprocesses", None) or 1
         with open(_times, "a", encoding="utf-8") as table:
             table.writelines(f"{seconds / workers:.0f}\t  {folder}\n" for folder, seconds in sorted(_seconds.items()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Let no test start a process that does not say so by a marker."""
+
+    def refuse(*_, **__):
+        raise AssertionError(f"{item.nodeid} starts a process: mark it by pytest.mark.processes or distributed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(item.get_closest_marker(mark) for mark in ELSEWHERE):
+            patch.setattr(subprocess.Popen, "__init__", refuse)
+            patch.setattr(os, "fork", refuse)
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,6 +23,8 @@ from grace.bench.variants import candidates
 from grace.core.config.recommended import STARTS
 from tests.bench.test_variants import MINE
 
+pytestmark = pytest.mark.processes
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in another process, in which no test has registered anything."""

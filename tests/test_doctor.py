@@ -24,6 +24,8 @@ from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch
 from tests.support.poisoned import imported, poison
 from tests.support.ranks import on, scenario
 
+pytestmark = pytest.mark.processes
+
 EVERYTHING = ("numpy", "torch", "tensorflow", "keras", "horovod", "mpi4py")
 BOTH = {"torch": ["MPI", "Gloo"], "tensorflow": ["MPI", "Gloo"]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.covering import ALL
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 from tests.support.ranks import on, scenario
 
@@ -40,7 +39,7 @@ def test_states_are_carried_over_where_the_first_step_of_a_stage_is_dropped_or_l
 
 
 # Four ranks matter to what is scheduled, which other tests cover, and not to the schedule.
-each_schedule = on(TWO, *([Launch(TORCH, "mpirun", 4)] if ALL else []), Launch(TORCH, "torchrun", 2), TWO_TENSORFLOW)
+each_schedule = on(TWO, Launch(TORCH, "mpirun", 4), Launch(TORCH, "torchrun", 2), TWO_TENSORFLOW)
 
 
 def ask(name, launch):

@@ -184,6 +184,7 @@ def test_variants_of_a_method(bench):
     assert results[0]["error"] > 100 * results[2]["error"]
 
 
+@pytest.mark.processes
 def test_a_method_of_a_users_own(tmp_path):
     (tmp_path / "mine.py").write_text(MINE.format(helper="json"))
     path = tmp_path / "results.json"
@@ -244,6 +245,7 @@ def test_the_error_is_the_same_in_pytorch():
         assert error(name, "torch", ranks=3) == pytest.approx(error(name, ranks=3), rel=1e-3)
 
 
+@pytest.mark.processes
 def test_tensorflow_in_a_process_of_its_own(tmp_path):
     pytest.importorskip("tensorflow")
     path = tmp_path / "results.json"
@@ -262,6 +264,7 @@ def test_tensorflow_in_a_process_of_its_own(tmp_path):
     assert results[0]["command"] == "grace " + " ".join(["bench", "codec", *arguments, *more])
 
 
+@pytest.mark.processes
 def test_the_number_of_threads_is_set_before_numpy_is_imported():
     code = (
         "import os, sys; from grace import cli; from grace.bench import frameworks\n"

@@ -34,7 +34,6 @@ from tests.bench.test_variants import MINE
 from tests.support.covering import ALL
 from tests.support.launch import ROOT
 from tests.support.poisoned import imported, poison
-from tests.support.ranks import with_all
 
 pytestmark = pytest.mark.distributed
 
@@ -115,7 +114,7 @@ def test_launchers(tmp_path):
     assert 0 < of_shards < 0.1 * 4 * 269_722
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def test_without_shaping(framework, tmp_path):
     path, picture = tmp_path / "step.json", tmp_path / "step.png"
     baselines, rounds, steps = ["horovod", "horovod-fp16", "ddp", "ddp-powersgd"], 2, 2
@@ -159,6 +158,7 @@ def test_without_shaping(framework, tmp_path):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path):
     path = tmp_path / "sweep.json"
     given = ["--link", "none", "--model", "resnet", "--compressors", "topk", "--rounds", "1", "--steps", "1"]
@@ -446,7 +446,7 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
 
 
 @needs_shaping
-@with_all
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("compressor", ["qsgd", "topk"])
 def test_the_interface_sends_no_more_than_the_program_promises(compressor, ranks, tmp_path):
@@ -467,6 +467,7 @@ def test_the_interface_sends_no_more_than_the_program_promises(compressor, ranks
     assert found[compressor]["wire_bytes"] - control <= promised * (ranks - 1) / ranks
 
 
+@pytest.mark.slow
 @needs_shaping
 def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path):
     """Two nodes of two ranks: each rank sends the payload of its half, the node as much as one rank alone."""
@@ -481,6 +482,7 @@ def test_ranks_of_a_node_share_a_link_that_they_use_between_nodes_only(tmp_path)
     assert found["topk"]["wire_bytes"] - control < 0.1 * found["horovod"]["wire_bytes"]
 
 
+@pytest.mark.slow
 @needs_shaping
 def test_a_slower_link_takes_longer():
     """2 MB of gradients take at least 0.16 s at 100 Mbit/s, on a busy machine too."""
@@ -504,7 +506,7 @@ def test_a_slower_link_takes_longer():
 
 
 @needs_shaping
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nothing_is_left_after_an_interruption(number):
     process = bench("--link", "1gbit", "--model", "resnet", "--rounds", "1000")
     try:
@@ -524,6 +526,7 @@ def test_nothing_is_left_after_an_interruption(number):
     assert not present()
 
 
+@pytest.mark.slow
 @needs_shaping
 def test_what_a_killed_run_left_is_removed_by_the_next_one():
     process = bench("--link", "1gbit", "--model", "resnet", "--rounds", "1000")
@@ -690,6 +693,7 @@ def test_what_is_installed_is_the_default(monkeypatch, missing, arguments, frame
     assert methods[0].library == methods[1].library == launchers[0]
 
 
+@pytest.mark.slow
 def test_variants_and_a_method_of_a_users_own_in_training(tmp_path):
     (tmp_path / "mine.py").write_text(MINE.format(helper="json"))
     path = tmp_path / "step.json"

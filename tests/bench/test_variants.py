@@ -139,6 +139,7 @@ def in_new_process(code, folder, **environment):
     )
 
 
+@pytest.mark.processes
 def test_a_file_registers_a_method_and_imports_what_lies_beside_it(mine):
     code = (
         "assert import_own(['mine.py', 'mine.py']) == [os.path.abspath('mine.py')] * 2\n"
@@ -150,6 +151,7 @@ def test_a_file_registers_a_method_and_imports_what_lies_beside_it(mine):
     assert (done.returncode, done.stdout) == (0, "mine:clip=2\n"), done.stderr
 
 
+@pytest.mark.processes
 def test_a_module_registers_a_method(mine):
     folder = mine.parent / "modules"
     folder.mkdir()

@@ -95,6 +95,7 @@ def test_the_flags_decide_how_gradients_and_checksums_are_computed(backends):
     assert checksum(OutsideOps(), data) == checksum(NumpyOps(), data)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name != "numpy"])
 def test_operations_of_a_framework_need_no_horovod(framework):
     code = (

@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 
 from grace.core.config.registry import communicators, compressors, memories
-from grace.core.errors import IncompatibleError
 from grace.core.ops import get_ops
 from grace.core.session.simulation import SimulatedTransport
 from grace.testing import (
@@ -56,21 +55,21 @@ def of_ops(contract):
     return [name for name in names if "ops" in inspect.signature(getattr(contract, name)).parameters]
 
 
-# On NumPy, every promise is tested with every configuration. Other frameworks and graphs run the same code of a method,
-# and one promise and the tests of the engine compare their bytes with NumPy's. So there, every promise meets some
-# configurations, and on PyTorch every configuration some promise. TensorFlow, which is slow, has the methods of WAYS.
+# On NumPy, every promise is tested with every method. Other frameworks and graphs run the same code of a method, whose
+# bytes golden files and tests of the engine compare with NumPy's. So there, every promise meets one method of WAYS.
+# Extra configurations have golden files and their papers' tests. Under --all, every promise has all of these.
 WAYS = [*FRAMEWORKS[1:], *(["graph"] if "tensorflow" in FRAMEWORKS else [])]
 PARTS = registered.by_name(registered.all_compressors() if covering.ALL else registered.default_compressors())
 EXTRAS = registered.by_name(registered.extra_compressors())
-ELSEWHERE = covering.rows(
-    {"promise": of_ops(CompressorContract), "name": list(PARTS), "way": WAYS},
-    # In graphs, a separate test covers the extra configurations, on fewer tensors.
-    lambda row: (
-        (row["way"] == "torch" or row["name"] in (PARTS if covering.ALL else steps.WAYS))
-        and (row["way"] != "graph" or row["name"] not in EXTRAS)
-    ),
-    apart=[("promise", "name")],
-)
+ELSEWHERE = [
+    row
+    for way in WAYS
+    for row in covering.rows(
+        {"promise": of_ops(CompressorContract), "name": list(PARTS if covering.ALL else steps.WAYS), "way": [way]},
+        # In graphs, a separate test covers the extra configurations, on fewer tensors.
+        lambda row: row["way"] != "graph" or row["name"] not in EXTRAS,
+    )
+]
 
 
 def elsewhere(promise, way):
@@ -86,7 +85,7 @@ def in_graphs(component):
 
 class TestCompressors(CompressorContract):
     def pytest_generate_tests(self, metafunc):
-        chosen = registered.all_compressors()
+        chosen = list(PARTS.values())
         if "ops" not in metafunc.fixturenames:
             metafunc.parametrize("compressor", registered.params(chosen))
             return
@@ -100,7 +99,7 @@ class TestCompressors(CompressorContract):
 
     def test_bytes_are_equal_in_every_framework(self, compressor):
         if not covering.ALL:
-            # TensorFlow meets them below, in graphs.
+            # Golden files have TensorFlow.
             self.frameworks = tuple(framework for framework in self.frameworks if framework != "tensorflow")
         super().test_bytes_are_equal_in_every_framework(compressor)
 
@@ -130,24 +129,12 @@ class TestTallMatrices(CompressorContract):
         return reordered(compressor, dtype)
 
 
-def serves(memory, name):
-    """Return whether a memory works with a compressor."""
-    try:
-        memory.check(compressors.make(name))
-    except IncompatibleError:
-        return False
-    return True
-
-
 MEMORIES = registered.by_name(registered.all_memories())
-MEMORIES_ELSEWHERE = covering.rows(
-    {"promise": of_ops(MemoryContract), "name": list(MEMORIES), "way": WAYS}, apart=[("promise", "name")]
-)
-SERVED_ELSEWHERE = covering.rows(
-    {"memory": list(MEMORIES), "compressor": list(compressors), "way": WAYS},
-    lambda row: serves(MEMORIES[row["memory"]], row["compressor"]),
-    apart=[("memory", "compressor")],
-)
+MEMORIES_ELSEWHERE = [
+    row
+    for way in WAYS
+    for row in covering.rows({"promise": of_ops(MemoryContract), "name": list(MEMORIES), "way": [way]})
+]
 
 
 def memories_elsewhere(promise, way):
@@ -173,10 +160,11 @@ class TestMemories(MemoryContract):
         return get_ops(request.param)
 
     def served(self, memory):
-        name = registered.name(memory)
-        here = {row["compressor"] for row in SERVED_ELSEWHERE if (row["memory"], row["way"]) == (name, self.way)}
-        served = super().served(memory)
-        return served if self.way == "numpy" else (c for c in served if compressors.name_of(c) in here)
+        served = list(super().served(memory))
+        if self.way == "numpy" or covering.ALL:
+            return served
+        # One, and another one than the memory before.
+        return [served[list(MEMORIES).index(registered.name(memory)) % len(served)]]
 
 
 class TestOps(OpsContract):
@@ -200,7 +188,9 @@ class TestTracedCompressors(Traced, TestCompressors):
 
     def pytest_generate_tests(self, metafunc):
         everywhere = "ops" not in metafunc.fixturenames
-        chosen = registered.default_compressors() if everywhere else elsewhere(metafunc.definition.name, "graph")
+        # test_graphs.py has every method in a graph.
+        chosen = registered.default_compressors() if covering.ALL else [PARTS[name] for name in steps.WAYS]
+        chosen = chosen if everywhere else elsewhere(metafunc.definition.name, "graph")
         metafunc.parametrize("compressor", registered.params([in_graphs(c) for c in chosen]))
 
 
@@ -211,14 +201,13 @@ class OneTensor(TestTracedCompressors):
     dtypes = ("float32",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", registered.params(registered.extra_compressors()))
 def test_extra_configurations_keep_promises_in_graphs(compressor):
     pytest.importorskip("tensorflow")
     contract, component = OneTensor(), traced(compressor)
     contract.test_bytes_are_equal_in_every_framework(component)
-    # The residual of the others is that of their method's defaults.
-    if registered.name(compressor) in steps.EXTRAS:
-        contract.test_kept_plus_residual_is_the_gradient(component, get_ops("tensorflow"))
+    contract.test_kept_plus_residual_is_the_gradient(component, get_ops("tensorflow"))
 
 
 class TestTracedMemories(Traced, TestMemories):

@@ -16,7 +16,7 @@ from grace.core.wire.codings import NONE, Coding
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import draw, exchange, host
 from tests.support.registered import BACKENDS, ops_of
-from tests.support.steps import each, in_turn
+from tests.support.steps import each
 
 SPEC = TensorSpec("w", (12, 25))
 # The counts in a header are in the order of the fields; the words of coded fields come next.
@@ -90,7 +90,6 @@ IN_GRAPHS = [case for case in CASES if not case.startswith("gradiveq")]
 
 
 @each(
-    in_turn(IN_GRAPHS, backend=["tensorflow", "tensorflow-reference"]),
     chosen=IN_GRAPHS,
     backend=["tensorflow", "tensorflow-reference"],
 )

@@ -20,30 +20,28 @@ from tests.core.test_contracts import reordered
 from tests.support import registered
 from tests.support.registered import every_framework
 from tests.support.steps import (
-    DEFAULTS,
+    METHODS,
     RANKS,
     SPECS,
+    TYPICAL,
     assert_same,
     config,
     each,
-    each_combination_for,
-    extras_on,
+    each_combination,
     gradient,
     gradients,
-    in_turn,
     on_host,
     simulate,
     specs_in,
     states,
     step,
-    ways_in_tensorflow,
     wire_eps,
 )
 
 # --- agreement between ranks, and with the formula --------------------------------------------------------------
 
 
-@each(ways_in_tensorflow, chosen=DEFAULTS, framework=FRAMEWORKS[1:])
+@each(chosen=TYPICAL, framework=FRAMEWORKS[1:])
 def test_frameworks_agree(chosen, framework):
     """Bit for bit wherever the payloads are the same bytes, which the contract of the compressor settles."""
     specs = specs_in(framework, chosen)
@@ -61,7 +59,7 @@ def test_frameworks_agree(chosen, framework):
             assert np.abs(one - two).max(initial=0.0) <= bound, spec
 
 
-@each(chosen=DEFAULTS)
+@each(chosen=TYPICAL)
 def test_sum_is_the_size_times_the_average(chosen):
     mean, total = simulate(chosen), simulate(chosen, average=False)
     times = RANKS if chosen.compressor.averages else 1
@@ -101,7 +99,7 @@ def test_gathered_payloads_give_what_summed_ones_give(name):
         assert np.abs(a - b).max(initial=0.0) <= wire_eps(summed, spec) * np.abs(a).max(initial=0.0), spec
 
 
-@each(chosen=DEFAULTS)
+@each(chosen=TYPICAL)
 def test_one_rank_works(chosen):
     sim = simulate(chosen, size=1)
     merged = step(sim, 0)[0]
@@ -116,10 +114,10 @@ def test_one_rank_works(chosen):
 
 
 FEEDBACK = ["residual", "powersgd", "efsignsgd", "lowpass"]
-AVERAGED = {name: parts for name, parts in DEFAULTS.items() if parts.compressor.averages}
+AVERAGED = {name: parts for name, parts in TYPICAL.items() if parts.compressor.averages}
 
 
-@each(in_turn(memory=FEEDBACK), chosen=AVERAGED, memory=FEEDBACK)
+@each(chosen=AVERAGED, memory=FEEDBACK)
 def test_error_feedback_loses_nothing(chosen, memory):
     """Applied gradients plus residuals equal the given gradients, in the mean over ranks.
 
@@ -152,8 +150,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
 
 
 @each(
-    extras_on("numpy", "torch"),
-    chosen={name: parts for name, parts in DEFAULTS.items() if sparsifies(parts.compressor)},
+    chosen={name: parts for name, parts in TYPICAL.items() if sparsifies(parts.compressor)},
     framework=FRAMEWORKS,
 )
 def test_a_sparsifier_moves_values_without_rounding(chosen, framework):
@@ -178,7 +175,7 @@ def test_a_sparsifier_moves_values_without_rounding(chosen, framework):
 # --- nothing depends on scheduling ------------------------------------------------------------------------------
 
 
-@each_combination_for("buckets")
+@each_combination()
 def test_results_do_not_depend_on_the_buckets(chosen):
     alone, small, together = (simulate(chosen, bucket_bytes=size) for size in (0, 4096, 4 * 2**20))
     assert len(alone.plan.buckets) > len(together.plan.buckets)
@@ -191,16 +188,16 @@ def test_results_do_not_depend_on_the_buckets(chosen):
 
 @pytest.mark.parametrize("name", ["eden", "natural", "powersgd", "qsgd", "randomk", "terngrad"])
 def test_random_numbers_follow_from_the_seed(name):
-    one, two = simulate(DEFAULTS[name]), simulate(DEFAULTS[name])
+    one, two = simulate(METHODS[name]), simulate(METHODS[name])
     assert_same(step(one, 0), step(two, 0))
-    other = grace.Simulation(RANKS, SPECS, dataclasses.replace(config(DEFAULTS[name]), seed=6))
+    other = grace.Simulation(RANKS, SPECS, dataclasses.replace(config(METHODS[name]), seed=6))
     assert not same(step(one, 1)[0]["matrix"], step(other, 1)[0]["matrix"])
 
 
 # --- state ------------------------------------------------------------------------------------------------------
 
 
-@each(lambda row: extras_on("numpy")(row) and ways_in_tensorflow(row), chosen=DEFAULTS, framework=FRAMEWORKS)
+@each(chosen=TYPICAL, framework=FRAMEWORKS)
 def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     sim, fresh = (simulate(chosen, framework, specs=specs_in(framework, chosen)) for _ in "ab")
     for number in range(2):
@@ -217,7 +214,7 @@ def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     assert_same(states(sim), states(fresh))
 
 
-@each_combination_for("state")
+@each_combination()
 def test_the_state_of_the_last_step_is_never_changed(chosen):
     sim = simulate(chosen)
     for number in range(3):
@@ -236,7 +233,7 @@ def test_the_state_of_the_last_step_is_never_changed(chosen):
         assert_same(before, after)
 
 
-@each_combination_for("consumption")
+@each_combination()
 def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
     # PoisonOps uses the reference implementation, whose float64 sums have another order than the kernels.
     monkeypatch.setenv("GRACE_NATIVE", "0")
@@ -251,7 +248,7 @@ def test_nothing_is_used_after_it_was_consumed(chosen, monkeypatch):
     assert_same(expected[1], states(poisoned))
 
 
-@each(extras_on("numpy"), chosen=DEFAULTS, framework=[f for f in FRAMEWORKS if f != "tensorflow"])
+@each(chosen=TYPICAL, framework=[f for f in FRAMEWORKS if f != "tensorflow"])
 def test_gradients_are_only_read(chosen, framework):
     """The gradients belong to the framework, and its backward pass may still need them."""
     sim = simulate(chosen, framework)

@@ -19,10 +19,10 @@ from tests.support.steps import (
     LAYOUTS,
     METHODS,
     MIXED,
+    TYPICAL,
     assert_same,
     each,
     gradients,
-    in_turn,
     on_host,
     simulate,
     states,
@@ -37,8 +37,7 @@ CUTS = ["layer", "small buckets", "model"]
 
 
 @each(
-    in_turn(METHODS, cut=CUTS, size=[1, 2, 3, 2]),
-    chosen=METHODS,
+    chosen=TYPICAL,
     cut=CUTS,
     size=[1, 2, 3],
     framework=IN_PLACE,
@@ -104,7 +103,7 @@ def test_kernels_decode_straight_into_the_gradient(name, framework, monkeypatch)
     assert max(looked) < 48 * 40
 
 
-@each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=CUTS, framework=IN_PLACE)
+@each(chosen=TYPICAL, cut=CUTS, framework=IN_PLACE)
 def test_a_bad_gradient_is_written_where_it_belongs(chosen, cut, framework):
     sim = simulate(chosen, framework, size=2, specs=MIXED, **LAYOUTS[cut])
 
@@ -267,7 +266,7 @@ def test_buffers_that_overlap_are_not_written_to():
 
 
 @pytest.mark.skipif("torch" not in FRAMEWORKS, reason="PyTorch is not installed")
-@each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=CUTS)
+@each(chosen=TYPICAL, cut=CUTS)
 def test_results_go_into_one_storage_that_is_no_copy(chosen, cut):
     """If gradients are views into one storage, they are compressed in place and overwritten with the results."""
     import torch

@@ -20,17 +20,16 @@ from grace.core.plan.unit import GRAIN
 from grace.core.session.simulation import poll_all
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same
-from tests.support.covering import ALL
 from tests.support.reference_step import Reference, reference
 from tests.support.steps import (
     CUTS,
-    DEFAULTS,
     LAYOUTS,
     LONG,
     METHODS,
     MIXED,
     RANKS,
     SPECS,
+    TYPICAL,
     assert_same,
     config,
     each,
@@ -38,16 +37,14 @@ from tests.support.steps import (
     each_cut,
     gradient,
     gradients,
-    in_turn,
     on_host,
     simulate,
     specs_in,
     states,
     step,
-    ways_in_tensorflow,
 )
 
-FLAT = {name: chosen for name, chosen in DEFAULTS.items() if chosen.compressor.flat}
+FLAT = {name: chosen for name, chosen in TYPICAL.items() if chosen.compressor.flat}
 BAD = {"nan": np.nan, "inf": np.inf}
 OTHERS = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
@@ -81,7 +78,7 @@ def pieces(plan):
 
 
 def test_every_element_lies_in_one_unit():
-    for chosen, options in itertools.product(DEFAULTS.values(), [{"granularity": "layer"}, *CUTS.values()]):
+    for chosen, options in itertools.product(TYPICAL.values(), [{"granularity": "layer"}, *CUTS.values()]):
         plan = make_plan(MIXED, config(chosen, **options))
         for item in plan.exchanged:
             ends = [0, *(piece.stop for _, _, piece in plan.places[item.spec.name])]
@@ -129,7 +126,7 @@ SCALES = {"large": 1.0, "middle": 0.1, "small": 0.01, "long": 1.0}
 @functools.cache
 def lost_of_tensors(name, cut):
     """Return the relative squared errors of tensors of unlike scale, summed over steps; with no cut, of each alone."""
-    chosen = dataclasses.replace(DEFAULTS[name], memory=memories.make("none"))
+    chosen = dataclasses.replace(TYPICAL[name], memory=memories.make("none"))
     specs = [TensorSpec(name, (150, 100) if name == "long" else (30, 50)) for name in SCALES]
     sim = simulate(chosen, size=1, specs=specs, **({"granularity": "layer"} if cut is None else CUTS[cut]))
     lost = dict.fromkeys(SCALES, 0.0)
@@ -142,10 +139,10 @@ def lost_of_tensors(name, cut):
     return lost
 
 
-DENSE = [name for name, chosen in DEFAULTS.items() if not sparsifies(chosen.compressor)]
+DENSE = [name for name, chosen in TYPICAL.items() if not sparsifies(chosen.compressor)]
 
 
-@each(in_turn(DENSE, cut=CUTS), chosen=DENSE, cut=list(CUTS))
+@each(chosen=DENSE, cut=list(CUTS))
 def test_tensors_of_unlike_scale_keep_the_error_they_have_alone(chosen, cut):
     """One scale for all of them would ruin those with small gradients. Sparsifiers choose among all elements."""
     alone, together = lost_of_tensors(chosen, None), lost_of_tensors(chosen, cut)
@@ -191,7 +188,7 @@ def test_tensors_of_different_learning_rates_are_not_compressed_as_one():
 # --- layers -----------------------------------------------------------------------------------------------------
 
 
-@each(in_turn(DEFAULTS, size=[2, 3, 4]), chosen=DEFAULTS, size=[2, 3, 4])
+@each(chosen=TYPICAL, size=[2, 3, 4])
 def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
     sim, by_hand = simulate(chosen, size=size), reference(SPECS, config(chosen), get_ops("numpy"), size)
     for number in range(3):
@@ -202,7 +199,7 @@ def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@each(ways_in_tensorflow, chosen=METHODS, framework=OTHERS)
+@each(chosen=TYPICAL, framework=OTHERS)
 def test_layers_are_the_same_in_every_framework(chosen, framework):
     specs = specs_in(framework, chosen)
     ops = get_ops(framework)
@@ -220,7 +217,7 @@ def units_by_hand(sim, ops, size=RANKS):
     return Reference(ops, sim.plan.units, size, sim.config.seed)
 
 
-@each(in_turn(DEFAULTS, cut=CUTS), chosen=DEFAULTS, cut=list(CUTS))
+@each(chosen=TYPICAL, cut=list(CUTS))
 def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
     sim = simulate(chosen, specs=MIXED, **CUTS[cut])
     by_hand = units_by_hand(sim, get_ops("numpy"))
@@ -238,7 +235,7 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@each(ways_in_tensorflow, chosen=METHODS, framework=OTHERS)
+@each(chosen=TYPICAL, framework=OTHERS)
 def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework):
     specs = [spec for spec in MIXED if spec.name in ("matrix", "vector", "long", "empty", "double")]
     sim = simulate(chosen, framework, size=2, specs=specs, **CUTS["small buckets"])
@@ -278,7 +275,7 @@ def test_all_ranks_get_the_same_bits_and_report_their_bytes(chosen, cut, framewo
         assert predicted <= sum(traffic[0].values())
 
 
-@each(in_turn(FLAT, cut=CUTS), chosen=FLAT, cut=list(CUTS))
+@each(chosen=FLAT, cut=list(CUTS))
 def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
     sim = simulate(chosen, specs=[*SPECS[:2], LONG], **CUTS[cut])
     for run in sim.runs:
@@ -296,7 +293,7 @@ def test_norms_of_tensors_add_up_to_those_of_their_units(chosen, cut):
         assert all(tensor["relative_error"] is not None for tensor in tensors.values())
 
 
-@each(in_turn(METHODS, cut=["layer", *CUTS]), chosen=METHODS, cut=["layer", *CUTS])
+@each(chosen=TYPICAL, cut=["layer", *CUTS])
 def test_errors_and_entries_of_tensors_are_their_own(chosen, cut):
     """In the first step of one rank the mean is C(x), and x is the gradient."""
     chosen = dataclasses.replace(chosen, memory=memories.make("none"), communicator=communicators.make("allgather"))
@@ -345,7 +342,7 @@ def test_a_tensor_of_which_nothing_arrived_has_sent_nothing():
     assert (of_bucket["relative_error"], of_bucket["wire_bytes"]) == (1.0, 0)
 
 
-@each(in_turn(DEFAULTS, cut=["layer", *CUTS]), chosen=DEFAULTS, cut=["layer", *CUTS])
+@each(chosen=TYPICAL, cut=["layer", *CUTS])
 def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
     forward, shuffled = (simulate(chosen, specs=MIXED, **LAYOUTS[cut]) for _ in "ab")
     rng = np.random.default_rng(0)
@@ -386,7 +383,7 @@ def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
         old = new
 
 
-@each(in_turn(METHODS, cut=CUTS, bad=BAD), chosen=METHODS, cut=list(CUTS), bad=BAD)
+@each(chosen=TYPICAL, cut=list(CUTS), bad=BAD)
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, cut, bad):
     clean, hit = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for sim in (clean, hit):
@@ -426,7 +423,7 @@ def test_tensors_of_nothing_and_of_one_element_are_fused(cut):
         TensorSpec("many", (30, 40)),
         TensorSpec("end", (7, 0)),
     ]
-    for chosen in FLAT.values() if ALL else (FLAT[name] for name in METHODS if name in FLAT):
+    for chosen in FLAT.values():
         for some in (specs, specs[:2], specs[:3], specs[3:4]):
             sim = simulate(chosen, specs=some, size=2, **CUTS[cut])
             by_hand = units_by_hand(sim, get_ops("numpy"), 2)

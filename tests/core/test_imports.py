@@ -17,6 +17,8 @@ import pytest
 import grace
 import grace.core
 
+pytestmark = pytest.mark.processes
+
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "jax")
 CORE = sorted(module.name for module in pkgutil.walk_packages(grace.core.__path__, "grace.core."))
 CHECK = f"import sys; print(*[name for name in {FRAMEWORKS!r} if name in sys.modules])"

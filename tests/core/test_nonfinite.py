@@ -16,28 +16,22 @@ from grace.testing.harness import FRAMEWORKS, same
 from tests.support import registered
 from tests.support.launch import ROOT
 from tests.support.steps import (
-    DEFAULTS,
     METHODS,
     SPECS,
+    TYPICAL,
     assert_same,
     each,
-    each_combination_for,
-    extras_on,
-    in_turn,
+    each_combination,
     simulate,
     specs_in,
     states,
     step,
-    ways_in_tensorflow,
 )
 
 BAD = {"nan": np.nan, "inf": np.inf}
-ALONE, IN_TURN = extras_on("numpy"), in_turn(bad=BAD)
 
 
-@each(
-    lambda row: ALONE(row) and IN_TURN(row) and ways_in_tensorflow(row), chosen=DEFAULTS, framework=FRAMEWORKS, bad=BAD
-)
+@each(chosen=TYPICAL, framework=FRAMEWORKS, bad=BAD)
 def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
     clean, hit = (simulate(chosen, framework, specs=specs_in(framework, chosen)) for _ in "ab")
     step(clean, 0)
@@ -65,7 +59,7 @@ def test_a_bad_gradient_reaches_all_ranks_and_no_state(chosen, bad, framework):
         assert all(np.isfinite(x.astype(np.float64)).all() for x in mine.values()), "the step after is a normal one"
 
 
-@each_combination_for("overflow")
+@each_combination()
 def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
     """1e30 is finite in float32 and infinite in float16. A residual of it would be NaN."""
     specs = [TensorSpec("matrix", (24, 40))]
@@ -86,7 +80,7 @@ def test_a_gradient_that_overflows_in_the_payload_enters_no_state(chosen):
 
 # A dense sum of them is infinite, as it should be, and NumPy warns of it in a simulation.
 @pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
-@each_combination_for("large gradients")
+@each_combination()
 def test_large_finite_gradients_overflow_no_state(chosen):
     """In float32, sums over ranks, squares and momenta of 2.5e38 are infinite."""
     sim = simulate(chosen, specs=[TensorSpec("single", (24, 40)), TensorSpec("double", (16, 9), "float64")])

@@ -256,6 +256,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.processes
 def test_an_installed_package_brings_a_communicator(tmp_path):
     """The interpreter finds the package by its metadata, as pip writes it; nothing imports it."""
     (tmp_path / "one_by_one.py").write_text(PACKAGE)

@@ -11,7 +11,7 @@ from grace.core.errors import StepError
 from grace.core.memories.residual import Residual
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same, unit_of
-from tests.support.steps import assert_same, each_combination_for, gradients, simulate, states, step, step_at_rest
+from tests.support.steps import assert_same, each_combination, gradients, simulate, states, step, step_at_rest
 
 # TensorFlow's arrays are immutable.
 IN_PLACE = [name for name in FRAMEWORKS if name != "tensorflow"]
@@ -57,7 +57,7 @@ def poison(name, rank, x):
     return x
 
 
-@each_combination_for("rollback")
+@each_combination()
 def test_steps_are_the_same_until_one_is_dropped(chosen):
     usual, without = simulate(chosen), simulate(chosen, rollback=False)
     for number in range(3):

@@ -25,11 +25,11 @@ from tests.support.steps import (
     METHODS,
     MIXED,
     SPECS,
+    TYPICAL,
     assert_same,
     each,
     each_cut,
     gradients,
-    in_turn,
     on_host,
     simulate,
     states,
@@ -276,7 +276,7 @@ def load(sim, other):
         )
 
 
-@each(in_turn(METHODS, cut=CUTS), chosen=METHODS, cut=list(CUTS))
+@each(chosen=TYPICAL, cut=list(CUTS))
 def test_a_checkpoint_continues_bit_for_bit(chosen, cut):
     sim, fresh = (simulate(chosen, specs=MIXED, **CUTS[cut]) for _ in "ab")
     for number in range(2):

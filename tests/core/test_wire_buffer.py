@@ -12,7 +12,7 @@ from grace.core.step.unit_step import UnitStep
 from grace.core.wire import layout as layouts
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
-from tests.support.steps import METHODS, assert_same, each, in_turn, simulate, states, step
+from tests.support.steps import METHODS, TYPICAL, assert_same, each, simulate, states, step
 
 # TensorFlow's arrays are immutable.
 IN_PLACE = [name for name in FRAMEWORKS if name != "tensorflow"]
@@ -139,8 +139,7 @@ def test_a_step_sends_the_buffer_to_which_its_kernels_have_written(framework, sh
 
 
 @each(
-    in_turn(METHODS, size=[2, 3]),
-    chosen=METHODS,
+    chosen=TYPICAL,
     size=[1, 2, 3],
     framework=IN_PLACE,
 )

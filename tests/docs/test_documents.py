@@ -18,6 +18,8 @@ from grace.listing import of_literature
 from tests.support.launch import TORCH, command
 from tests.support.ranks import forked
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 # The Python blocks of each of these pages form one script.

@@ -65,9 +65,8 @@ MOST = {
     "wangni": 2 * 0.1,  # values and indices of a tenth
 }
 # Training takes time, and methods send the same payloads in every framework. Without --all, PyTorch therefore trains
-# one method of each kind as in the documents. For one epoch, it trains those whose bytes depend on what was sent in the
-# steps before, and one of each other kind. Keras and the tape train only PowerSGD, whose bytes depend on shapes, which
-# differ between the frameworks, and for one epoch.
+# for one epoch, by methods whose bytes depend on what was sent in the steps before, and by one of each other kind.
+# Keras and the tape train only PowerSGD, whose bytes depend on shapes, which differ between the frameworks.
 LONG = {"torch": ["none", "topk"], "keras": ["powersgd"], "tensorflow": ["powersgd"]}
 if ALL:
     # The tape shares most code with Keras' optimizer. Its own code does not depend on the method.
@@ -84,7 +83,8 @@ MOST_AT_FIRST = {
 }
 
 
-@pytest.fixture(scope="module", params=MATRICES)
+# To train to the end takes long.
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "keras", "tensorflow"])
 def framework(request):
     return request.param
 
@@ -140,6 +140,7 @@ def test_every_method_is_trained_and_described(framework, rows):
     check_description(framework, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", TO_THE_END, indirect=True)
 def test_accuracy_with_the_shipped_settings(framework, rows):
     assert rows["none"]["accuracy"] >= 0.97

@@ -198,6 +198,7 @@ def test_wrong_arguments_are_refused(logreg, words, capsys):
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.distributed
 def test_processes_train_as_the_simulation_does(logreg, tmp_path):
     options = ["--quick", "--iterations", "80", "--match"]

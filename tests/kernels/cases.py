@@ -1092,7 +1092,7 @@ def bitshuffle_decode(ops, g):
 
 
 # Every pair of a size, a kind of numbers and a dtype.
-_SMALL = covering.rows({"n": SMALL, "kind": KINDS, "dtype": native.FLOATS})
+_SMALL = covering.pairs_of({"n": SMALL, "kind": KINDS, "dtype": native.FLOATS})
 
 
 def plans(dtype: str) -> Iterator[tuple[int, str, int]]:
@@ -1124,7 +1124,7 @@ def sizes(dtype: str, around: bool) -> Iterator[tuple[int, str, int]]:
 
 
 _FEW_KINDS = ("normal", "zeros", "denormal", "huge")
-_FEW = covering.rows({"n": (0, 1, 9, 65), "kind": _FEW_KINDS, "dtype": native.FLOATS})
+_FEW = covering.pairs_of({"n": (0, 1, 9, 65), "kind": _FEW_KINDS, "dtype": native.FLOATS})
 
 
 def few(dtype: str) -> Iterator[tuple[int, str, int]]:

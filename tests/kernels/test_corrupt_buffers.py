@@ -18,7 +18,7 @@ from tests import golden
 from tests.kernels import BACKENDS, needs_kernels
 from tests.support import registered
 from tests.support.covering import ALL
-from tests.support.steps import DEFAULTS, each, extras_on, ways_in_tensorflow
+from tests.support.steps import TYPICAL, each
 
 pytestmark = needs_kernels
 # With sanitizers, which take many times as long, the fuzzer sends more buffers (test_sanitizers.py).
@@ -38,7 +38,7 @@ def decoded(compressor: Compressor, framework: str, data: bytes):
 
 
 # The kernels are the same in all frameworks.
-@each(lambda row: extras_on("numpy")(row) and ways_in_tensorflow(row), chosen=DEFAULTS, framework=BACKENDS)
+@each(chosen=TYPICAL, framework=BACKENDS)
 @settings
 @hypothesis.given(data=st.data())
 def test_damaged_buffers(framework, chosen, data):

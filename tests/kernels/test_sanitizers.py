@@ -71,7 +71,7 @@ def environment(tmp_path_factory):
     return os.environ | own | {"GRACE_NATIVE": str(MODULE), "OMP_NUM_THREADS": "4"}
 
 
-@pytest.mark.parametrize(("isa", "half"), [("best", "odd"), ("baseline", "even")])
+@pytest.mark.parametrize(("isa", "half"), [("best", "odd"), pytest.param("baseline", "even", marks=pytest.mark.slow)])
 def test_no_case_is_reported_and_the_bytes_are_the_same(environment, isa, half):
     choice = {} if isa == "best" else {"GRACE_ISA": isa}
     there = json.loads(tell([sys.executable, "-m", "tests.kernels", half], cwd=ROOT, env=environment | choice))

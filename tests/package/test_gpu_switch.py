@@ -13,6 +13,8 @@ import setuptools
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.processes
+
 SETUP = ROOT / "setup.py"
 DRIVER = """
 extern "C" int cuInit(unsigned) { return %d; }

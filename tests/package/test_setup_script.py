@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.processes
+
 # A Python that makes environments with a Python of its own kind, and accepts all other commands.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "${{*//$'\\n'/ }}" >>"{log}"

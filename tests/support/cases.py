@@ -58,10 +58,7 @@ _COMBINATIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Every rank of TensorFlow traces all graphs, so four ranks on two cores take twice as long as two.
-TENSORFLOW_MPI = Launch(TENSORFLOW, "mpirun", 4 if ALL else 2)
-# Only `--all` adds it where a launcher matters by the bytes that it moves: the tests of exchanges check these.
-MORE_OF_TENSORFLOW = [TENSORFLOW_MPI] if ALL else []
+TENSORFLOW_MPI = Launch(TENSORFLOW, "mpirun", 4)
 # Rows with this launch are a full product under `--all`.
 _FULL = ("horovodrun-gloo", 2)
 # One process needs no launcher.

@@ -1,10 +1,11 @@
-"""Covering arrays: few rows in which every pair of values of two factors occurs, in place of a full product."""
+"""Few rows in place of a full product: with every value of each factor, or with every pair of values of two factors."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,14 +55,32 @@ def pairwise(
     return [candidates[i] for i in sorted(chosen)]
 
 
-def rows(
-    factors: Mapping[str, Sequence[Any]],
-    valid: Callable[[Row], bool] = lambda row: True,
-    seed: int = 0,
-    apart: Sequence[tuple[str, str]] = (),
-) -> list[Row]:
-    """Return the rows to test: those of `pairwise`, or the full product under `--all`."""
-    return product(factors, valid) if ALL else pairwise(factors, valid, seed, apart)
+def once(factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Return valid rows in which every value of every factor occurs that occurs in a valid row.
+
+    Each value of the longest factor meets one value of every other factor, in turn; then follow values that are
+    missing. A row is chosen for having values, and pairs of them, that other rows have least.
+    """
+    candidates = product(factors, valid)
+    used: Counter[Any] = Counter()
+    chosen: list[Row] = []
+    for factor, values in sorted(factors.items(), key=lambda item: -len(item[1])):
+        for value in values:
+            found = [row for row in candidates if row[factor] == value]
+            if found and not used[factor, value]:
+                chosen.append(min(found, key=lambda row: sum(used[x] for x in (*row.items(), *pairs(row)))))
+                used.update([*chosen[-1].items(), *pairs(chosen[-1])])
+    return chosen
+
+
+def rows(factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Return the rows to test: those of `once`, or the full product under `--all`."""
+    return product(factors, valid) if ALL else once(factors, valid)
+
+
+def pairs_of(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Return the rows of `pairwise`, or the full product under `--all`."""
+    return product(factors) if ALL else pairwise(factors)
 
 
 def pairs(row: Row, apart: Sequence[tuple[str, str]] = ()) -> Iterator[tuple[str, Any, str, Any]]:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import pytest
 
 from tests.support import fork
 from tests.support.covering import ALL
-from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command, environment
+from tests.support.launch import MPI, ROOT, TENSORFLOW, TORCH, Launch, command, environment
 
 # Time limits in seconds. They are long, for a busy machine; a healthy pool never reaches them. Under `--all` a scenario
 # may have hundreds of exchanges, whose graphs TensorFlow traces one by one.
@@ -36,13 +37,19 @@ AFTER_ERROR_S = 30
 AFTER_DEATH_S = 10
 
 
-# A test whose parts the ordinary run tests elsewhere, or by an example.
-with_all = pytest.mark.skipif(not ALL, reason="runs only with --all")
+# The launches of a test without --all, unless it is about launches: a rank alone, and two ranks of each library.
+USUAL = {
+    *(Launch(TORCH, *launch) for launch in (("python", 1), ("horovodrun-gloo", 2), ("torchrun", 2))),
+    Launch(TENSORFLOW, "horovodrun-gloo", 2),
+    Launch(MPI, "mpirun", 2),
+}
 
 
-def on(*launches: Launch) -> Any:
-    """Parametrize a test by the launches whose ranks it uses."""
-    return pytest.mark.parametrize("launch", launches, ids=str)
+def on(*launches: Launch, usual: Collection[Launch] = USUAL) -> Any:
+    """Parametrize a test by the launches whose ranks it uses; without --all, by the usual ones or else the first."""
+    chosen = [launch for launch in launches if launch in usual] or launches[:1]
+    cases = [pytest.param(x, id=str(x), marks=() if x in chosen else pytest.mark.slow) for x in launches]
+    return pytest.mark.parametrize("launch", cases)
 
 
 def grouped(items: list[pytest.Item]) -> list[pytest.Item]:

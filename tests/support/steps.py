@@ -41,32 +41,21 @@ LAYOUTS = {
 }
 
 
-def other_form(chosen: Method) -> bool:
-    """Return whether an extra configuration differs from its method's defaults in what the engine sees of it."""
-
-    def form(compressor):
-        fields = [
-            [(f.name, f.dtype, f.wire, f.length if isinstance(f.length, str) else "fixed") for f in compressor.wire(s)]
-            for s in SPECS[:2]
-            if compressor.unfit(s) is None
-        ]
-        return fields, compressor.averages, compressor.flat, compressor.summable, compressor.default_memory
-
-    return form(chosen.compressor) != form(compressors.make(compressors.name_of(chosen.compressor)))
-
-
-# With the parts that a user gets who names only the compressor: every method, and extra configurations. Contracts of
-# compressors have all of these. Steps of the engine have those that take another way through it, and all under `--all`.
+# One method per path through the engine: gathered, summed, of run-time length, with a proposal, with states, by shape.
+WAYS = ("none", "fp16", "topk", "randomk", "threshold", "terngrad", "efsignsgd", "powersgd")
+# With the parts that a user gets who names only the compressor: every method, and extra configurations.
 METHODS = registered.by_name([registered.default_method(c) for c in registered.default_compressors()], "compressor")
 EXTRAS = registered.by_name([registered.default_method(c) for c in registered.extra_compressors()], "compressor")
-EXTRAS = {name: chosen for name, chosen in EXTRAS.items() if covering.ALL or other_form(chosen)}
-DEFAULTS = METHODS | EXTRAS
+# What tests of the engine use: all of these under `--all`, else those of WAYS, votes, and methods whose fields depend
+# on the number of ranks or on the step. Contracts, golden bytes and papers have all methods.
+_FEW = (*WAYS, "signsgd", "dgc", "hardthreshold", "homomorphic", "gradiveq")
+TYPICAL = METHODS | EXTRAS if covering.ALL else {name: METHODS[name] for name in _FEW}
 PARTS = {"compressor": list(compressors), "memory": list(memories), "communicator": list(communicators)}
 COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in registered.valid_methods()}
 
 
 def each(valid=lambda row: True, **factors):
-    """Parametrize a test by a covering array, or by the full product under `--all`.
+    """Parametrize a test so that it meets every value of each factor, and under `--all` the full product.
 
     A factor is a list of values, or a dict of them by the names that reports and `valid` see.
     """
@@ -80,57 +69,21 @@ each_cut = each(cut=list(CUTS))
 
 
 def each_combination(**factors):
-    """Parametrize a test by pairs of compressor, memory, communicator and the factors; `chosen` are the parts.
+    """Parametrize a test by compressors, memories, communicators and the factors; `chosen` are the first three."""
 
-    Compressor and memory do not meet in pairs here, but in `each_combination_for`.
-    """
-
-    def possible(row):
+    def valid(row):
         return combination(row) in COMBINATIONS
 
-    rows = covering.rows({**PARTS, **factors}, possible, apart=[("compressor", "memory")])
+    few = {**PARTS, "compressor": [name for name in PARTS["compressor"] if covering.ALL or name in TYPICAL]}
     cases = [
         pytest.param(COMBINATIONS[combination(row)], *(row[f] for f in factors), id="-".join(map(str, row.values())))
-        for row in rows
+        for row in covering.rows({**few, **factors}, valid)
     ]
     return pytest.mark.parametrize(("chosen", *factors), cases)
 
 
 def combination(row):
     return tuple(row[kind] for kind in PARTS)
-
-
-# These promises share one covering array. Each is tested with every compressor, memory and communicator.
-_PROMISES = ["buckets", "consumption", "large gradients", "overflow", "rollback", "state"]
-_ROWS = covering.rows({**PARTS, "promise": _PROMISES}, lambda row: combination(row) in COMBINATIONS)
-
-
-def each_combination_for(promise):
-    """Parametrize a test by its share of the combinations, or by all of them under `--all`."""
-    chosen = [COMBINATIONS[combination(row)] for row in _ROWS if row["promise"] == promise]
-    assert chosen, f"expected one of {_PROMISES}, received {promise!r}"
-    return pytest.mark.parametrize("chosen", registered.params(chosen))
-
-
-def extras_on(*frameworks):
-    """Return the condition that extra configurations run in these frameworks only; everywhere under `--all`.
-
-    They reach other code of a method, which is the same for all frameworks. Steps of eager TensorFlow take ten times as
-    long as those of NumPy.
-    """
-    return lambda row: covering.ALL or row["chosen"] in METHODS or row["framework"] in frameworks
-
-
-# One method per path through the engine: gathered, summed, of run-time length, with a proposal, with states, by shape.
-WAYS = ("none", "fp16", "topk", "randomk", "threshold", "terngrad", "efsignsgd", "powersgd")
-
-
-def ways_in_tensorflow(row):
-    """Return whether a row is not one of eager TensorFlow, or is of a method of WAYS; always true under `--all`.
-
-    What these tests check is the engine's. The graphs of test_graphs.py have every method, with states and a NaN.
-    """
-    return covering.ALL or row["framework"] != "tensorflow" or row["chosen"] in WAYS
 
 
 def specs_in(framework, chosen):
@@ -144,18 +97,6 @@ def specs_in(framework, chosen):
     matrix, *others = SPECS
     name = compressors.name_of(chosen.compressor)
     return [matrix, others[WAYS.index(name) % len(others)]] if name in WAYS else [matrix]
-
-
-def in_turn(names=EXTRAS, **factors):
-    """Return the condition that each named configuration meets one value per factor, in turn; all under `--all`.
-
-    Two factors meet in every pair if their numbers of values have no common divisor. A value may occur twice for this.
-    """
-    meets = {
-        name: {factor: list(values)[i % len(values)] for factor, values in factors.items()}
-        for i, name in enumerate(names)
-    }
-    return lambda row: covering.ALL or row["chosen"] not in meets or meets[row["chosen"]].items() <= row.items()
 
 
 def config(chosen: Method, granularity="layer", **options) -> Config:

@@ -1,4 +1,4 @@
-"""Covering arrays contain every possible pair, have few rows, and are the same each time."""
+"""Few rows contain every possible value, or every possible pair of values, and are the same each time."""
 
 from __future__ import annotations
 
@@ -61,8 +61,35 @@ def test_one_factor_or_two_give_the_product():
     assert covering.pairwise(factors, lambda row: False) == []
 
 
+@pytest.mark.parametrize("valid", [lambda row: True, constraint])
+def test_every_value_that_can_occur_does_so_once_or_a_little_more(valid):
+    product, rows = covering.product(FACTORS, valid), covering.once(FACTORS, valid)
+    assert {item for row in rows for item in row.items()} == {item for row in product for item in row.items()}
+    assert all(row in product for row in rows)
+    assert rows == covering.once(FACTORS, valid)
+    # The longest factor has eight values. The others take turns, and so do their pairs.
+    assert len(rows) == 8
+    assert [sum(row["communicator"] == value for row in rows) for value in (1, 2, 3)] in (
+        [3, 3, 2],
+        [2, 3, 3],
+        [3, 2, 3],
+    )
+    assert len({(row["communicator"], row["granularity"]) for row in rows}) == 6
+
+
+def test_one_factor_gives_its_values_and_nothing_valid_no_row():
+    assert covering.once({"a": [1, 2, 3]}) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert covering.once({"a": [1, 2], "b": [3, 4]}, lambda row: False) == []
+    # A value that only some values of the longest factor may have.
+    rows = covering.once({"a": [1, 2, 3], "b": [4, 5]}, lambda row: row["b"] == 4 or row["a"] == 3)
+    assert {"a": 3, "b": 5} in rows
+
+
 @pytest.mark.parametrize("everything", [False, True])
 def test_all_runs_the_full_product(monkeypatch, everything):
     monkeypatch.setattr(covering, "ALL", everything)
-    chosen = covering.product if everything else covering.pairwise
-    assert covering.rows(FACTORS, constraint) == chosen(FACTORS, constraint)
+    assert covering.rows(FACTORS, constraint) == (covering.product if everything else covering.once)(
+        FACTORS, constraint
+    )
+    every_pair = covering.product if everything else covering.pairwise
+    assert covering.pairs_of(FACTORS) == every_pair(FACTORS)

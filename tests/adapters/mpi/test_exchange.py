@@ -23,7 +23,9 @@ from tests.support.steps import CUTS, METHODS, SPECS, WAYS, gradients, simulate
 
 pytestmark = pytest.mark.distributed
 
-each_size = on(Launch(MPI, "mpirun", 2), Launch(MPI, "mpirun", 4))
+SIZES = Launch(MPI, "mpirun", 2), Launch(MPI, "mpirun", 4)
+# The exchange itself is tested with every number of ranks, and the rest with the usual one.
+every_size, each_size = on(*SIZES, usual=SIZES), on(*SIZES)
 
 # Every method with its defaults, and those of WAYS with every communicator, unit size and number of ranks. Under --all,
 # all methods with all of these, and one row for each variant.
@@ -62,7 +64,7 @@ def exchanged(launch):
     return results
 
 
-@each_size
+@every_size
 def test_every_method_exchanges_what_the_simulation_does(launch):
     results = exchanged(launch)
     methods = {label.split("/")[0].split("-")[0] for label in results[0]}
@@ -83,14 +85,14 @@ def test_every_method_exchanges_what_the_simulation_does(launch):
             assert simulated["worst"]["half sum"] == 0, label
 
 
-@each_size
+@every_size
 def test_merged_gradients_are_identical_on_all_ranks(launch):
     results = exchanged(launch)
     for label, result in results[0].items():
         assert all(rank[label].get("digests") == result.get("digests") for rank in results), label
 
 
-@each_size
+@every_size
 def test_reported_bytes_are_those_handed_to_collectives(launch):
     for rank in exchanged(launch):
         for label, result in rank.items():
@@ -99,12 +101,12 @@ def test_reported_bytes_are_those_handed_to_collectives(launch):
             assert result.get("simulated bytes", result.get("bytes")) == result.get("bytes"), label
 
 
-@each_size
+@every_size
 def test_the_transport_keeps_its_contract(launch):
     assert all(len(rank) == 5 for rank in scenario("transport_contract", launch))
 
 
-@each_size
+@every_size
 def test_names_of_processors_tell_the_ranks_of_a_node(launch):
     """All ranks know all names. So all know whether the ranks are numbered node by node, equally many on each."""
     ranks = scenario("ranks_of_nodes", launch)

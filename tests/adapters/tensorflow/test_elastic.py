@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.elastic import check_survivors
 from tests.support.launch import TENSORFLOW, Launch
-from tests.support.ranks import on, same, scenario, with_all
+from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
@@ -67,7 +67,7 @@ def test_what_cannot_go_on_without_a_rank_is_refused(launch):
         assert "expected a model with variables and an optimizer" in empty
 
 
-@with_all
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "comes_back"),
     [("fit", False), ("fit", True), ("apply", True), ("tape", False)],

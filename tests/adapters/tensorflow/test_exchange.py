@@ -6,7 +6,7 @@ import pytest
 
 from grace.core.config.registry import compressors
 from tests.support import cases, half_precision, nodes
-from tests.support.cases import MORE_OF_TENSORFLOW, TENSORFLOW_MPI
+from tests.support.cases import TENSORFLOW_MPI
 from tests.support.covering import ALL
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
@@ -75,7 +75,7 @@ GIVEN = cases.rows(
 ]
 
 each_training = on(*cases.launches(TENSORFLOW, TRAINED))
-each_exchange = on(*cases.launches(TENSORFLOW, GIVEN))
+each_exchange = on(*cases.launches(TENSORFLOW, GIVEN), usual=(GLOO_2, MPI_2))
 
 
 @each_training
@@ -147,7 +147,7 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
                 assert step["state kept"] or not result["guarded"], label
 
 
-@on(ALONE, GLOO_2, *MORE_OF_TENSORFLOW)
+@on(ALONE, GLOO_2, TENSORFLOW_MPI)
 def test_none_equals_one_process_on_the_joined_batch(launch):
     for rank in scenario("none_and_one_process", launch):
         for label, result in rank.items():
@@ -164,7 +164,7 @@ def test_none_equals_the_tape_of_horovod(launch):
             assert result["distance"] <= (1e-6 if launch.ranks > 2 else 0.0), label
 
 
-@on(GLOO_2, *MORE_OF_TENSORFLOW)
+@on(GLOO_2, TENSORFLOW_MPI)
 def test_gradients_that_a_graph_knows_beforehand_are_exchanged_all_the_same(launch):
     ranks = scenario("constant_gradients", launch)
     assert same(ranks)
@@ -246,7 +246,7 @@ def test_dtypes_empty_tensors_and_frozen_layers(launch):
     assert not ranks[0]["frozen"]["planned"]
 
 
-@on(GLOO_2, *MORE_OF_TENSORFLOW)
+@on(GLOO_2, TENSORFLOW_MPI)
 def test_checkpoint_of_another_rank_loads_with_a_message(launch):
     ranks = scenario("foreign_checkpoint", launch)
     assert same([rank["weights"] for rank in ranks])
@@ -299,7 +299,7 @@ def test_a_tape_goes_on_from_a_checkpoint(launch):
         assert result["equal"], label
 
 
-@on(GLOO_2, *([MPI_2, GLOO_4] if ALL else []))
+@on(GLOO_2, MPI_2, GLOO_4)
 def test_the_transport_keeps_its_contract(launch):
     """Eagerly and in graphs, among all ranks and in process sets of some of them."""
     for rank in scenario("transport_contract", launch):
@@ -326,6 +326,7 @@ def test_a_collective_runs_on_ranks_that_do_not_read_its_result(launch):
         assert all(rank[f"step {i}"] == [] for rank in others)
 
 
+@pytest.mark.slow
 @on(GLOO_4)
 def test_three_ranks_exchange_by_every_way_to_add_and_by_shards(launch):
     listed = [{"name": "sparse_allreduce", "reduction": reduction} for reduction in ("split", "union", "tree")]

@@ -27,7 +27,7 @@ from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload
 from tests.core import test_contracts
 from tests.core.test_contracts import reordered
 from tests.support import registered
-from tests.support.steps import CUTS, SPECS, config, gradients, on_host, simulate, specs_in, states, step
+from tests.support.steps import CUTS, SPECS, TYPICAL, config, gradients, on_host, simulate, specs_in, states, step
 
 pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
 
@@ -202,7 +202,7 @@ def assert_close(chosen, expected, got):
             assert np.abs(np.nan_to_num(a) - np.nan_to_num(b)).max(initial=0.0) <= 1e3 * EPS[spec.dtype] * scale, key
 
 
-@pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
+@pytest.mark.parametrize("compressor", registered.params([m.compressor for m in TYPICAL.values()]))
 def test_steps_in_a_graph_are_those_of_numpy(compressor):
     check_steps(registered.default_method(compressor))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cases import MORE_OF_TENSORFLOW
+from tests.support.cases import TENSORFLOW_MPI
 from tests.support.launch import TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
 TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
-each_launcher = on(TWO, *MORE_OF_TENSORFLOW)
+each_launcher = on(TWO, TENSORFLOW_MPI)
 
 
 @each_launcher

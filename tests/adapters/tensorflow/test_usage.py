@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.cases import MORE_OF_TENSORFLOW, TENSORFLOW_MPI
+from tests.support.cases import TENSORFLOW_MPI
 from tests.support.covering import ALL
 from tests.support.launch import TENSORFLOW, Launch
-from tests.support.ranks import on, same, scenario, with_all
+from tests.support.ranks import on, same, scenario
 
 pytestmark = pytest.mark.distributed
 
 TWO, FOUR = (Launch(TENSORFLOW, "horovodrun-gloo", ranks) for ranks in (2, 4))
-# For what another number of ranks could change.
-each_launcher = on(TWO, *MORE_OF_TENSORFLOW)
+# For what another launcher and number of ranks could change.
+each_launcher = on(TWO, TENSORFLOW_MPI)
 
 # What Keras does with a gradient does not depend on the method that exchanged it, and every scenario traces its own
 # graphs. Without --all, one method and fewer optimizers, files and kinds of rows therefore take part.
@@ -54,7 +54,7 @@ def test_options_of_optimizers_see_the_merged_gradient(launch):
         assert ranks[0][label]["moved"] < ranks[0]["momentum"]["moved"] / 5, label
 
 
-@with_all
+@pytest.mark.slow
 @on(TWO)
 def test_every_built_in_optimizer_exchanges(launch):
     ranks = scenario("all_optimizers", launch)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.elastic import check_survivors
 from tests.support.launch import TORCH, Launch
-from tests.support.ranks import on, scenario, with_all
+from tests.support.ranks import on, scenario
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +34,7 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
     assert any("of 2 ranks, 1 have stayed and 1 are new. What the other 1 held back is lost" in text for text in others)
 
 
-@with_all
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "back"])
 def test_survivors_of_a_dead_rank_go_on(comes_back, tmp_path):
     check_survivors("tests/adapters/torch/elastic_worker.py", [], comes_back, tmp_path)

@@ -50,17 +50,16 @@ ALONE = Launch(TORCH, "python", 1)
 # Methods that do not depend on shapes.
 JOINED = {name for name in compressors if compressors.make(name).joins}
 
-each_launch = on(*cases.launches(TORCH, EXCHANGES))
-several_ranks = on(*cases.launches(TORCH, EXCHANGES)[1:])
-# For what an adapter does before and after an exchange. The exchange itself is tested with every launch.
-USUAL = [ALONE, *(Launch(TORCH, *launch) for launch in (("horovodrun-gloo", 2), ("torchrun", 2), ("mpirun", 4)))]
-usual_launches = each_launch if ALL else on(*USUAL)
-usual_ranks = several_ranks if ALL else on(*USUAL[1:])
+LAUNCHES = cases.launches(TORCH, EXCHANGES)
+# The exchange itself is tested with every launch, and what an adapter does before and after it with the usual ones.
+each_launch = on(*LAUNCHES, usual=LAUNCHES)
+usual_launches = on(*LAUNCHES)
+usual_ranks = on(*LAUNCHES[1:])
 # For what does not depend on the launcher.
 some_launches = on(
     ALONE, *(Launch(TORCH, *launch) for launch in (("horovodrun-gloo", 2), ("torchrun", 2), ("mpirun", 4)))
 )
-four_ranks = on(*(launch for launch in cases.launches(TORCH, EXCHANGES) if launch.ranks == 4))
+four_ranks = on(*(launch for launch in LAUNCHES if launch.ranks == 4))
 
 
 def exchanges(name, launch):
@@ -164,6 +163,7 @@ def test_none_equals_plain_reductions(launch):
 @on(
     *(Launch(TORCH, launcher, ranks) for launcher, ranks in (("mpirun", 2), ("horovodrun-gloo", 4))),
     *(Launch(TORCH, "torchrun", ranks) for ranks in (2, 3, 4)),
+    usual=LAUNCHES,
 )
 def test_the_transport_keeps_its_contract(launch):
     groups = []
@@ -187,7 +187,10 @@ def test_ranks_of_a_group_without_a_store_meet_all_the_same(launch):
     assert sum(len(rank["groups"]) for rank in ranks) == (7 if launch.ranks == 4 else 0)
 
 
-@on(*(Launch(TORCH, *launch) for launch in (("mpirun", 2), ("horovodrun-gloo", 4), ("torchrun", 2), ("torchrun", 4))))
+@on(
+    *(Launch(TORCH, *launch) for launch in (("mpirun", 2), ("horovodrun-gloo", 4), ("torchrun", 2), ("torchrun", 4))),
+    usual=LAUNCHES,
+)
 def test_the_launcher_tells_the_ranks_of_a_node(launch):
     """Ranks that are not numbered node by node, or not equally many on each node, are refused on all ranks."""
     ranks = scenario("ranks_of_nodes", launch)
@@ -201,7 +204,7 @@ def test_data_start_while_the_program_computes(launch):
     assert all(rank == [True] * 4 for rank in scenario("data_without_calls", launch))
 
 
-@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4), Launch(TORCH, "torchrun", 4))
+@on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4), Launch(TORCH, "torchrun", 4), usual=LAUNCHES)
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))
 

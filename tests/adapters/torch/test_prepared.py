@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.covering import ALL
 from tests.support.launch import TORCH, Launch
 from tests.support.ranks import on, same, scenario
 
@@ -19,7 +18,7 @@ def test_every_scheduler_of_pytorch_has_a_case(launch):
     assert result["cases"] == result["known"]
 
 
-@on(HOROVOD, TORCHRUN, *[Launch(TORCH, "torchrun", 4)] * ALL)
+@on(HOROVOD, TORCHRUN, Launch(TORCH, "torchrun", 4))
 def test_a_scheduler_works_before_the_optimizer_is_wrapped_as_after(launch):
     ranks = scenario("schedulers", launch)
     for label in ranks[0]:

@@ -17,7 +17,7 @@ from tests.support.launch import ROOT
 FOLDER = ROOT / "build" / f"cuda-{sys.implementation.cache_tag}"
 
 
-@pytest.mark.first
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
 def test_kernels_for_gpus_are_built_if_asked_for():

@@ -20,7 +20,6 @@ from tests.core.test_contracts import REORDERED
 from tests.kernels import cases, needs_kernels
 from tests.kernels.gpu import differences, plans, torch
 from tests.kernels.gpu.emulated import EmulatedOps, module
-from tests.support.covering import ALL
 
 pytestmark = [needs_kernels, pytest.mark.first]
 
@@ -30,12 +29,11 @@ def built():
     return module()
 
 
-@pytest.mark.parametrize("dtype", native.FLOATS)
+# The sources are templates of the dtype.
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", cases.CASES)
 def test_same_bytes_as_on_the_cpu(name, dtype):
-    # The sources are templates of the dtype. Without --all, float64 therefore takes every third size.
-    plan = list(plans())[:: 1 if ALL or dtype == "float32" else 3]
-    assert not list(differences(name, EmulatedOps(), get_ops("torch", native=True), dtype, plan))
+    assert not list(differences(name, EmulatedOps(), get_ops("torch", native=True), dtype, list(plans())))
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
