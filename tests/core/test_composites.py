@@ -15,7 +15,6 @@ from grace.testing.harness import FRAMEWORKS, array, host
 def halved(monkeypatch):
     """Provide a composite of an outside package; the table forgets it after the test."""
     monkeypatch.setattr(table, "composites", {**table.composites})
-    monkeypatch.setattr(table, "kernel_signatures", {**table.kernel_signatures})
 
     @grace.composite(one_graph=True)
     def halved(ops, x, times=1):

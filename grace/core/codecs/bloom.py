@@ -65,7 +65,7 @@ def filter_positions(ops: ArrayOps, form: BloomFilter, data: Array, n: int, key:
     return ops.cast(found, "int32")
 
 
-@filter_positions.kernel(filter_positions="data uint8; bits, hashes, n, key -> int32[reported]")
+@filter_positions.kernel()
 def _(ops: Native, form: BloomFilter, data: Array, n: int, key: Key) -> Array | None:
     if not form.hashes or ops.kind(data) is None:
         return None

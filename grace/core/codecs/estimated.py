@@ -75,7 +75,7 @@ def moments(ops: ArrayOps, x: Array, bound: Array, powers: int) -> tuple[Array, 
     return number, ops.stack([ops.sum(ops.abs(kept)), *rest], axis=0)
 
 
-@moments.kernel(moments="x T, bound T; powers -> int64[1], T[3]")
+@moments.kernel()
 def _(ops: Native, x: Array, bound: Array, powers: int) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:

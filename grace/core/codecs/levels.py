@@ -21,7 +21,7 @@ def bucket_norms(ops: ArrayOps, x: Array, width: int, kind: Literal["l2", "max"]
     return ops.norm(rows, axis=1) if kind == "l2" else ops.max(ops.abs(rows), axis=1)
 
 
-@bucket_norms.kernel(bucket_norms="x T; width, largest -> T[buckets]")
+@bucket_norms.kernel()
 def _(ops: Native, x: Array, width: int, kind: Literal["l2", "max"]) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -55,9 +55,7 @@ def quantize_packed(
     return ops.pack(ops.reshape(codes, (-1,))[:n] + levels, bits)
 
 
-@quantize_packed.kernel(
-    quantize_packed="x T, scales T, [limit T]; width, levels, bits, stochastic, key -> uint8[packed]"
-)
+@quantize_packed.kernel()
 def _(
     ops: Native,
     x: Array,
@@ -99,9 +97,7 @@ def dequantize_sum(
     return onto
 
 
-@dequantize_sum.kernel(
-    dequantize_sum="[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> T[n]"
-)
+@dequantize_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],

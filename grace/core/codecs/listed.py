@@ -33,7 +33,7 @@ def round_packed(
     return ops.pack(ops.reshape(codes, (-1,))[:n], bits_for(ops.length(levels)))
 
 
-@round_packed.kernel(round_packed="x T, scales T, levels T; width, stochastic, key -> uint8[packed]")
+@round_packed.kernel()
 def _(
     ops: Native, x: Array, scales: Array, levels: Array, width: int, key: Key | None, out: Array | None = None
 ) -> Array | None:
@@ -68,7 +68,7 @@ def levels_sum(
     return onto
 
 
-@levels_sum.kernel(levels_sum="[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]")
+@levels_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],

@@ -132,7 +132,7 @@ def rotate(ops: ArrayOps, x: Array, block: int, key: Key, back: bool = False) ->
     return ops.concat(parts)
 
 
-@rotate.kernel(rotate="x T; block, back, key -> T[rotated]")
+@rotate.kernel()
 def _(ops: Native, x: Array, block: int, key: Key, back: bool = False) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -186,7 +186,7 @@ def rotated_encode(
     return ops.pack(ops.concat(codes), (count - 1).bit_length()), ops.concat(scales)
 
 
-@rotated_encode.kernel(rotated_encode="x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]")
+@rotated_encode.kernel()
 def _(
     ops: Native,
     x: Array,
@@ -246,10 +246,7 @@ def rotated_sum(
     return onto
 
 
-@rotated_sum.kernel(
-    rotated_sum="[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, has_onto "
-    "-> T[n]"
-)
+@rotated_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],

@@ -28,7 +28,7 @@ def binarize(ops: ArrayOps, x: Array, threshold: float, strict: Array | bool = F
     return ops.pack(ops.cast(above, "uint8"), 1)
 
 
-@binarize.kernel(binarize="x T; ; threshold -> uint8[packed]")
+@binarize.kernel()
 def _(ops: Native, x: Array, threshold: float, strict: Array | bool = False) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -54,7 +54,7 @@ def binarize_finite(ops: ArrayOps, x: Array, strict: Array | bool = False) -> tu
     return binarize(ops, x, 0, strict), ops.finite(x)
 
 
-@binarize_finite.kernel(binarize_finite="x T; ; threshold -> uint8[packed], uint8[1]")
+@binarize_finite.kernel()
 def _(ops: Native, x: Array, strict: Array | bool = False) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -79,10 +79,7 @@ def binarize_means(ops: ArrayOps, x: Array, threshold: float, columns: int = 1) 
     return binarize(ops, x, threshold), ops.reshape(ops.cast(ops.stack(means, axis=0), dtype), (-1,))
 
 
-@binarize_means.kernel(
-    binarize_means="x T; single; threshold -> uint8[packed], T[2 - single]",
-    binarize_columns="x T; columns; threshold -> uint8[packed], T[2 columns]",
-)
+@binarize_means.kernel()
 def _(ops: Native, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -121,7 +118,7 @@ def sum_sign_mean(
     return total, *sign_mean(ops, total), finite
 
 
-@sum_sign_mean.kernel(sum_sign_mean="x T, y T; ; a, b -> T[x], uint8[packed], T[1], uint8[1]")
+@sum_sign_mean.kernel()
 def _(
     ops: Native, x: Array, a: float, y: Array, b: float, out: Array | None = None
 ) -> tuple[Array, Array, Array, Array] | None:
@@ -170,10 +167,7 @@ def binary_sum(
     return onto
 
 
-@binary_sum.kernel(
-    binary_sum="[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto; factor -> T[n]",
-    column_sum="[onto_ T], bits uint8..., levels T...; ranks, n, columns, negate, has_onto -> T[n]",
-)
+@binary_sum.kernel()
 def _(
     ops: Native,
     bits: Sequence[Array],
@@ -229,7 +223,7 @@ def majority(ops: ArrayOps, bits: Sequence[Array], n: int, dtype: str, out: Arra
     return ops.clip(ops.cast(2 * votes - len(bits), dtype), -1, 1)
 
 
-@majority.kernel(majority="bits uint8...; n, wide -> T[n]")
+@majority.kernel()
 def _(ops: Native, bits: Sequence[Array], n: int, dtype: str, out: Array | None = None) -> Array | None:
     integers = [n, int(dtype == "float64")]
     return ops.run("majority", bits, integers, outputs=[dtype], lengths=[n], out=out)[0]

@@ -21,7 +21,7 @@ def sum_top(ops: ArrayOps, x: Array, a: float, y: Array, b: float, k: int, out: 
     return total, finite, *ops.sparsify(total, k)
 
 
-@sum_top.kernel(sum_top="x T, y T; k; a, b -> T[x], T[k], int32[k], uint8[1]")
+@sum_top.kernel()
 def _(ops: Native, x: Array, a: float, y: Array, b: float, k: int, out: Array | None = None) -> Selection | None:
     dtype = ops.floating(x)
     if dtype is None or ops.floating(y) != dtype:
@@ -49,7 +49,7 @@ def sum_select(
     return total, finite, *ops.select(total, bound, strict)
 
 
-@sum_select.kernel(sum_select="x T, y T, bound T; strict; a, b -> T[x], T[m], int32[m], uint8[1]")
+@sum_select.kernel()
 def _(
     ops: Native, x: Array, a: float, y: Array, b: float, bound: float, strict: bool, out: Array | None = None
 ) -> Selection | None:

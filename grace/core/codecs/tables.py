@@ -55,7 +55,7 @@ def table_encode(ops: ArrayOps, x: Array, scales: Array, table: Array, width: in
     return ops.cast(index + ops.cast(x < 0, "int32") * 128, "uint8")
 
 
-@table_encode.kernel(table_encode="x T, scales T, table T; width -> uint8[x]")
+@table_encode.kernel()
 def _(ops: Native, x: Array, scales: Array, table: Array, width: int, out: Array | None = None) -> Array | None:
     if ops.floating(x) is None:
         return None
@@ -85,7 +85,7 @@ def table_sum(
     return onto
 
 
-@table_sum.kernel(table_sum="[onto_ T], codes uint8..., scales T..., table T; ranks, width, n, has_onto -> T[n]")
+@table_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],

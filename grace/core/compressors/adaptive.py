@@ -113,7 +113,7 @@ def top_of_sides(ops: ArrayOps, x: Array, ratio: float) -> tuple[Array, Array, A
     return ops.stack([high, low], axis=0), positive, negative
 
 
-@top_of_sides.kernel(top_of_sides="x T; ; ratio -> T[2], int32[p], int32[q]")
+@top_of_sides.kernel()
 def _(ops: Native, x: Array, ratio: float) -> tuple[Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:

@@ -147,7 +147,7 @@ def precision_encode(
     return full, words, bytes_, ops.pack(tags, 2)
 
 
-@precision_encode.kernel(precision_encode="x T, scale T; m, h; bound -> T[], int16[], int8[], uint8[packed]")
+@precision_encode.kernel()
 def _(ops: Native, x: Array, scale: Array, bound: float, m: int, h: int) -> tuple[Array, Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -191,10 +191,7 @@ def precision_sum(
     return onto
 
 
-@precision_sum.kernel(
-    precision_sum="[onto_ T], full T..., words int16..., bytes int8..., tags uint8..., scales T...; "
-    "ranks, m, h, n, has_onto -> T[n]"
-)
+@precision_sum.kernel()
 def _(
     ops: Native,
     payloads: Sequence[tuple[Array, Array, Array, Array]],

@@ -136,7 +136,7 @@ def floor_packed(ops: ArrayOps, x: Array, delta: Array, width: int, key: Key, ou
     return ops.pack(codes + half, width)
 
 
-@floor_packed.kernel(floor_packed="x T, delta T; width, key -> uint8[packed]")
+@floor_packed.kernel()
 def _(ops: Native, x: Array, delta: Array, width: int, key: Key, out: Array | None = None) -> Array | None:
     if ops.floating(x) is None:
         return None

@@ -130,7 +130,7 @@ def natural_encode(
     return ops.pack(ops.cast(code, "int64") + sign, bits), base, ops.flat_max_abs(x)
 
 
-@natural_encode.kernel(natural_encode="x T; clipped, key -> uint8[packed], int32[1], T[1]")
+@natural_encode.kernel()
 def _(ops: Native, x: Array, key: Key, clipped: bool, out: Array | None = None) -> tuple[Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -181,9 +181,7 @@ def natural_sum(
     return onto if factor == 1 else ops.scale_(onto, factor)
 
 
-@natural_sum.kernel(
-    natural_sum="[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto; factor -> T[n]"
-)
+@natural_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],

@@ -84,7 +84,7 @@ def power_product(ops: ArrayOps, x: Array, q: Array, shape: tuple[int, int]) -> 
     return ops.reshape(product, (-1,)), ops.bit_not(ops.any(lengths == 0))
 
 
-@power_product.kernel(power_product="x T, q T; n, m, r -> T[n r], uint8[1]")
+@power_product.kernel()
 def _(ops: Native, x: Array, q: Array, shape: tuple[int, int]) -> tuple[Array, Array] | None:
     (n, m), r = shape, int(q.shape[1])
     dtype = ops.thin(x, q, r)
@@ -102,7 +102,7 @@ def project(ops: ArrayOps, x: Array, p: Array, shape: tuple[int, int]) -> tuple[
     return ops.reshape(basis, (-1,)), ops.reshape(product, (-1,))
 
 
-@project.kernel(project="x T, p T; n, m, r -> T[p], T[m r]")
+@project.kernel()
 def _(ops: Native, x: Array, p: Array, shape: tuple[int, int]) -> tuple[Array, Array] | None:
     n, m = shape
     r = ops.length(p) // n
@@ -132,7 +132,7 @@ def orthogonalize(ops: ArrayOps, a: Array) -> Array:
     return ops.stack(columns, axis=1)
 
 
-@orthogonalize.kernel(orthogonalize="a T; rows, columns -> T[rows columns]")
+@orthogonalize.kernel()
 def _(ops: Native, a: Array) -> Array | None:
     rows, columns = (int(side) for side in a.shape)
     flat = ops.reshape(a, (-1,))

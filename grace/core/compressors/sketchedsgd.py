@@ -141,7 +141,7 @@ def count_sketch(ops: ArrayOps, x: Array, rows: int, columns: int, key: Key) -> 
     return ops.concat([ops.segment_sum(ops.where(odd, -x, x), bucket, columns) for bucket, odd in found])
 
 
-@count_sketch.kernel(count_sketch="x T; rows, columns, key -> T[rows columns]")
+@count_sketch.kernel()
 def _(ops: Native, x: Array, rows: int, columns: int, key: Key) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -167,7 +167,7 @@ def sketch_estimate(ops: ArrayOps, sketch: Array, n: int, rows: int, columns: in
     return ops.where(ops.abs(median) < most, median, most)
 
 
-@sketch_estimate.kernel(sketch_estimate="sketch T; n, rows, columns, key -> T[n]")
+@sketch_estimate.kernel()
 def _(ops: Native, sketch: Array, n: int, rows: int, columns: int, key: Key) -> Array | None:
     dtype = ops.floating(sketch)
     if dtype is None:

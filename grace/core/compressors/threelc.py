@@ -98,7 +98,7 @@ def ternary_encode(ops: ArrayOps, x: Array, scale: Array) -> Array:
     return encode_runs(ops, to_bytes(ops, digits))
 
 
-@ternary_encode.kernel(ternary_encode="x T, scale T -> uint8[m]")
+@ternary_encode.kernel()
 def _(ops: Native, x: Array, scale: Array) -> Array | None:
     if ops.floating(x) is None:
         return None
@@ -124,7 +124,7 @@ def ternary_sum(
     return onto
 
 
-@ternary_sum.kernel(ternary_sum="[onto_ T], codes uint8..., scales T...; ranks, n, has_onto -> T[n]")
+@ternary_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],

@@ -132,7 +132,7 @@ def to_integers(ops: ArrayOps, x: Array, scale: Array, most: int, key: Key | Non
     return ops.cast(ops.quantize(x, scale, most, key), dtype)
 
 
-@to_integers.kernel(to_integers="x T, scale T; most, bits, stochastic, key -> int8/int16/int32[x]")
+@to_integers.kernel()
 def _(ops: Native, x: Array, scale: Array, most: int, key: Key | None, dtype: str) -> Array | None:
     if ops.floating(x) is None:
         return None
@@ -151,7 +151,7 @@ def from_integers(
     return plus(ops, onto, ops.dequantize(codes, scale, most, ops.dtype(scale)))
 
 
-@from_integers.kernel(from_integers="[onto_ T], codes int8/int16/int32, scale T; most, has_onto -> T[codes]")
+@from_integers.kernel()
 def _(
     ops: Native, codes: Array, scale: Array, most: int, onto: Array | None = None, out: Array | None = None
 ) -> Array | None:

@@ -113,7 +113,7 @@ def power_words(ops: ArrayOps, x: Array, noise: Array | None, alpha: float) -> t
     return _power(ops, ops.reshape(top, (1,)), dtype), ops.cast(words, "int32")
 
 
-@power_words.kernel(power_words="x T, [noise T]; ; alpha -> T[1], int32[m]")
+@power_words.kernel()
 def _(ops: Native, x: Array, noise: Array | None, alpha: float) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -145,7 +145,7 @@ def power_sum(
     return ops.sparse_sum(values, [_indices(ops, one) for one in words], n, onto, out)
 
 
-@power_sum.kernel(power_sum="[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]")
+@power_sum.kernel()
 def _(
     ops: Native,
     words: Sequence[Array],
@@ -163,7 +163,7 @@ def power_fade_(ops: ArrayOps, x: Array, words: Array, factor: float) -> Array:
     return ops.put_(x if factor == 1 else ops.scale_(x, factor), _indices(ops, words), 0.0)
 
 
-@power_fade_.kernel(power_fade="x_ T, words int32; ; factor -> x_")
+@power_fade_.kernel()
 def _(ops: Native, x: Array, words: Array, factor: float) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:

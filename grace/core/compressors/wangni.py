@@ -150,7 +150,7 @@ def keep_odds(ops: ArrayOps, x: Array, k: int, budget: float | None) -> Array:
     return ops.stack([largest, found[1]], axis=0)
 
 
-@keep_odds.kernel(keep_odds="x T; k; budget -> float64[2]")
+@keep_odds.kernel()
 def _(ops: Native, x: Array, k: int, budget: float | None) -> Array | None:
     if ops.floating(x) is None:
         return None
@@ -173,7 +173,7 @@ def draw_kept(ops: ArrayOps, x: Array, odds: Array, key: Key) -> tuple[Array, Ar
     return ops.gather(x, certain), certain, ops.where(negative, -1 - drawn, drawn)
 
 
-@draw_kept.kernel(draw_kept="x T, odds float64; key -> T[certain], int32[certain], int32[drawn]")
+@draw_kept.kernel()
 def _(ops: Native, x: Array, odds: Array, key: Key) -> tuple[Array, Array, Array] | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -190,7 +190,7 @@ def drawn_entries(ops: ArrayOps, signed: Array, scale: Array) -> tuple[Array, Ar
     return ops.where(negative, -scale, scale), ops.where(negative, -1 - signed, signed)
 
 
-@drawn_entries.kernel(drawn_entries="signed int32, scale T -> T[signed], int32[signed]")
+@drawn_entries.kernel()
 def _(ops: Native, signed: Array, scale: Array) -> tuple[Array, Array] | None:
     dtype, count = ops.floating(scale), ops.length(signed)
     if dtype is None:

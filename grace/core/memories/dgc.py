@@ -109,7 +109,7 @@ def momentum_sum(
     return momentum, *ops.finite_sum(v, 1, momentum, 1)
 
 
-@momentum_sum.kernel(momentum_sum="u T, g T, v T; ; m -> T[u], T[u], uint8[1]")
+@momentum_sum.kernel()
 def _(
     ops: Native, u: Array, m: float, g: Array, v: Array, out: tuple[Array, Array] | None = None
 ) -> tuple[Array, Array, Array] | None:

@@ -72,7 +72,7 @@ def square_sum(ops: ArrayOps, x: Array, onto: Array, largest: float) -> Array:
     return ops.clip(ops.add_(bounded * bounded, onto), 0.0, 2 * largest * largest)
 
 
-@square_sum.kernel(square_sum="x T, onto T; ; largest -> T[x]")
+@square_sum.kernel()
 def _(ops: Native, x: Array, onto: Array, largest: float) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:

@@ -23,7 +23,6 @@ from grace.core.errors import ConfigError, nearest
 from grace.core.observe.log import logger
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.ops.table import kernel_signatures
 from grace.core.spec import HALF_DTYPES, Array, Key
 
 
@@ -101,33 +100,6 @@ def in_words(fault: str | None, devices: str) -> str:
 def wanted() -> bool:
     """Return whether the environment allows the kernels: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
-
-
-# The kernels of primitives and of the composites that methods share. A composite of the table has its own beside it.
-kernel_signatures.update(
-    weighted_sum="x T, y T; ; a, b -> T[x]",
-    finite_sum="x T, y T; ; a, b -> T[x], uint8[1]",
-    max_abs="x T -> T[1]",
-    norm_max="x T -> T[1], T[1]",
-    finite="x T -> uint8[1]",
-    half="x float32; brain -> float16/bfloat16[x]",
-    wide="x float16/bfloat16 -> float32[x]",
-    half_sum="rows float16/bfloat16...; ; factor -> float16/bfloat16[rows]",
-    words="; n, key -> int64[n]",
-    uniform="; n, key -> float32[n]",
-    sample="; n, k, key -> int32[k]",
-    pack="codes uint8/int64; bits -> uint8[packed]",
-    unpack="codes uint8; bits, n -> int64[n]",
-    select="x T, bound T; strict, nonzero -> T[m], int32[m]",
-    top="x T; k -> T[k], int32[k]",
-    top_bound="x T; k -> T[1]",
-    gather="x T, indices int32 -> T[indices]",
-    put="x_ T, indices int32; ; value -> x_",
-    scatter_add="x_ T, indices int32, values T -> x_",
-    sparse_sum="[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]",
-    thin_product="a T, b T; n, m, r, transpose_a, transpose_b -> T",
-    sub_product="x_ T, a T, b T; n, m, r -> x_, T[x]",
-)
 
 
 class Native(ArrayOps):

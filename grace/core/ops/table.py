@@ -39,19 +39,14 @@ class Composite(Generic[P, R]):
         return ops.compute(self, args, options)
 
     def kernel(
-        self, **signatures: str
+        self,
     ) -> Callable[[Callable[Concatenate[Native, P], R | None]], Callable[Concatenate[Native, P], R | None]]:
-        """Return a decorator for the body by kernels, which returns None for arguments that it does not serve.
-
-        `signatures` maps each kernel of `grace._native` that only this body runs to its signature, as in
-        `kernels/include/grace/kernels.h`.
-        """
+        """Return a decorator for the body by kernels, which returns None for arguments that it does not serve."""
 
         def decorate(
             body: Callable[Concatenate[Native, P], R | None],
         ) -> Callable[Concatenate[Native, P], R | None]:
             self.by_kernels = body
-            kernel_signatures.update(signatures)
             return body
 
         return decorate
@@ -59,8 +54,6 @@ class Composite(Generic[P, R]):
 
 #: All composites by name, those of other packages included.
 composites: dict[str, Composite[Any, Any]] = {}
-# What each kernel of a composite takes and gives.
-kernel_signatures: dict[str, str] = {}
 
 
 def composite(*, one_graph: bool = False) -> Callable[[Callable[Concatenate[ArrayOps, P], R]], Composite[P, R]]:

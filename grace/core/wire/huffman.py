@@ -89,7 +89,7 @@ def huffman_encode(ops: ArrayOps, data: Array, bits: int) -> Array:
     return ops.concat([ops.pack(lengths, 4), ops.pack(stream, 1)])
 
 
-@huffman_encode.kernel(huffman_encode="data uint8; bits -> uint8[m]")
+@huffman_encode.kernel()
 def _(ops: Native, data: Array, bits: int) -> Array | None:
     if not on_cpu(ops, data):
         return None
@@ -131,7 +131,7 @@ def huffman_decode(ops: ArrayOps, coded: Array, bits: int, n: Any) -> Array:
     return bytes_of(ops, symbols, bits, n)
 
 
-@huffman_decode.kernel(huffman_decode="coded uint8; bits, n -> uint8[n]")
+@huffman_decode.kernel()
 def _(ops: Native, coded: Array, bits: int, n: Any) -> Array | None:
     if not on_cpu(ops, coded):
         return None

@@ -45,7 +45,7 @@ def gap_facts(ops: ArrayOps, indices: Array, low: Any) -> Array:
     return ops.concat([ops.reshape(widest, (1,)), ops.reshape(quotients, (1,))])
 
 
-@gap_facts.kernel(gap_facts="indices int32; low -> int64[2]")
+@gap_facts.kernel()
 def _(ops: Native, indices: Array, low: Any) -> Array | None:
     if not _served(ops, indices):
         return None
@@ -70,7 +70,7 @@ def encode_gaps(ops: ArrayOps, indices: Array, low: Any, unary: Any, planes: int
     return ops.concat([packed, ops.pack(marks, 1)[:unary]])
 
 
-@encode_gaps.kernel(encode_gaps="indices int32; low, unary -> uint8[m]")
+@encode_gaps.kernel()
 def _(ops: Native, indices: Array, low: Any, unary: Any, planes: int) -> Array | None:
     if not _served(ops, indices):
         return None
@@ -101,7 +101,7 @@ def _quotients(ops: ArrayOps, data: Array, unary: Any, k: int) -> Array:
     return ops.cast(ones, "int64") - ops.arange(k, "int64")
 
 
-@decode_gaps.kernel(decode_gaps="data uint8; low, unary, k -> int32[k]")
+@decode_gaps.kernel()
 def _(ops: Native, data: Array, low: Any, unary: Any, k: int, planes: int) -> Array | None:
     if not _served(ops, data):
         return None

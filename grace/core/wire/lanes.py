@@ -55,7 +55,7 @@ def pack_lanes(ops: ArrayOps, x: Array, n: int, lanes: int) -> Array:
     return word
 
 
-@pack_lanes.kernel(pack_lanes="x int8/int16/int32; lanes -> int32[words]")
+@pack_lanes.kernel()
 def _(ops: Native, x: Array, n: int, lanes: int) -> Array | None:
     return ops.run("pack_lanes", [x], [lanes], outputs=["int32"], lengths=[words(n, lanes)])[0]
 
@@ -72,6 +72,6 @@ def unpack_lanes(ops: ArrayOps, word: Array, n: int, lanes: int) -> Array:
     return ops.cast(ops.concat([*found, last])[:n], dtype_of(lanes))
 
 
-@unpack_lanes.kernel(unpack_lanes="word int32; lanes, n -> int8/int16/int32[n]")
+@unpack_lanes.kernel()
 def _(ops: Native, word: Array, n: int, lanes: int) -> Array | None:
     return ops.run("unpack_lanes", [word], [lanes, n], outputs=[dtype_of(lanes)], lengths=[n])[0]

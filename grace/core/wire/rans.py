@@ -90,7 +90,7 @@ def _at_least_one(ops: ArrayOps, n: Any) -> Any:
     return n + (1 - ops.min_size(n, 1))
 
 
-@rans_encode.kernel(rans_encode="data uint8; bits -> uint8[m]")
+@rans_encode.kernel()
 def _(ops: Native, data: Array, bits: int) -> Array | None:
     if not on_cpu(ops, data):
         return None
@@ -142,7 +142,7 @@ def rans_decode(ops: ArrayOps, coded: Array, bits: int, n: Any) -> Array:
     return bytes_of(ops, ops.require(good, error, done[2 + lanes :])[:count], bits, n)
 
 
-@rans_decode.kernel(rans_decode="coded uint8; bits, n -> uint8[n]")
+@rans_decode.kernel()
 def _(ops: Native, coded: Array, bits: int, n: Any) -> Array | None:
     if not on_cpu(ops, coded):
         return None

@@ -50,7 +50,7 @@ def run_length_encode(ops: ArrayOps, data: Array) -> Array:
     return ops.cast(ops.concat([ops.reshape(most, (1,)), out]), "uint8")
 
 
-@run_length_encode.kernel(run_length_encode="data uint8 -> uint8[m]")
+@run_length_encode.kernel()
 def _(ops: Native, data: Array) -> Array | None:
     if not on_cpu(ops, data):
         return None
@@ -78,7 +78,7 @@ def run_length_decode(ops: ArrayOps, coded: Array, n: Any) -> Array:
     return ops.cast(ops.bit_xor(out, most), "uint8")
 
 
-@run_length_decode.kernel(run_length_decode="coded uint8; n -> uint8[n]")
+@run_length_decode.kernel()
 def _(ops: Native, coded: Array, n: Any) -> Array | None:
     if not on_cpu(ops, coded):
         return None

@@ -63,7 +63,7 @@ def _per_byte(ops: ArrayOps, of_blocks: Array, blocks: Any) -> Array:
     return ops.gather(of_blocks, ops.cast(owner, "int32"))
 
 
-@bitshuffle_encode.kernel(bitshuffle_encode="data uint8; bits -> uint8[m]")
+@bitshuffle_encode.kernel()
 def _(ops: Native, data: Array, bits: int) -> Array | None:
     if not on_cpu(ops, data):
         return None
@@ -91,7 +91,7 @@ def bitshuffle_decode(ops: ArrayOps, coded: Array, bits: int, n: Any) -> Array:
     return bytes_of(ops, symbols, bits, n)
 
 
-@bitshuffle_decode.kernel(bitshuffle_decode="coded uint8; bits, n -> uint8[n]")
+@bitshuffle_decode.kernel()
 def _(ops: Native, coded: Array, bits: int, n: Any) -> Array | None:
     if not on_cpu(ops, coded):
         return None

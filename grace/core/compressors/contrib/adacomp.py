@@ -110,7 +110,7 @@ def select_in_bins(ops: ArrayOps, x: Array, gradient: Array, maxima: Array, widt
     return ops.nonzero(ops.bit_and(reached, x > 0)), ops.nonzero(ops.bit_and(reached, x < 0))
 
 
-@select_in_bins.kernel(select_in_bins="x T, gradient T, maxima T; width -> int32[positive], int32[negative]")
+@select_in_bins.kernel()
 def _(ops: Native, x: Array, gradient: Array, maxima: Array, width: int) -> tuple[Array, Array] | None:
     if ops.floating(x) is None or ops.floating(gradient) is None:
         return None

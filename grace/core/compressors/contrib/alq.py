@@ -125,7 +125,7 @@ def best_levels(ops: ArrayOps, sizes: Array, s: int, exponential: bool) -> Array
     return _exponential(ops, sizes, s) if exponential else _free(ops, sizes, s)
 
 
-@best_levels.kernel(best_levels="sizes float64, starts int32; exponential -> float64[starts + 2]")
+@best_levels.kernel()
 def _(ops: Native, sizes: Array, s: int, exponential: bool) -> Array | None:
     inputs = [sizes, _starts(ops, ops.length(sizes), s)]
     return ops.run("best_levels", inputs, [int(exponential)], outputs=["float64"], lengths=[s + 1])[0]

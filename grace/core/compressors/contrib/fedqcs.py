@@ -211,7 +211,7 @@ def largest_of_blocks(ops: ArrayOps, x: Array, block: int, ratio: float) -> Arra
     return ops.reshape(sparse, (-1,))[: ops.length(x)]
 
 
-@largest_of_blocks.kernel(largest_of_blocks="x T; block, kept, last -> T[x]")
+@largest_of_blocks.kernel()
 def _(ops: Native, x: Array, block: int, ratio: float) -> Array | None:
     dtype, n = ops.floating(x), ops.length(x)
     if dtype is None or not n:
@@ -246,7 +246,7 @@ def recover_sparse(
     return ops.concat(found)[:n]
 
 
-@recover_sparse.kernel(recover_sparse="z T; n, block, reduction, rounds, key; share, noise -> T[n]")
+@recover_sparse.kernel()
 def _(
     ops: Native,
     z: Array,

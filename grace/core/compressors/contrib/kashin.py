@@ -135,7 +135,7 @@ def spread_in_frame(ops: ArrayOps, x: Array, block: int, redundancy: int, key: K
     return total
 
 
-@spread_in_frame.kernel(spread_in_frame="x T, norms T; block, redundancy, key -> T[coefficients]")
+@spread_in_frame.kernel()
 def _(ops: Native, x: Array, block: int, redundancy: int, key: Key) -> Array | None:
     dtype = ops.floating(x)
     if dtype is None:
@@ -154,7 +154,7 @@ def project_from_frame(ops: ArrayOps, coefficients: Array, block: int, redundanc
     return ops.reshape(rows[:, : block // redundancy], (-1,))
 
 
-@project_from_frame.kernel(project_from_frame="coefficients T; block, redundancy, key -> T[elements]")
+@project_from_frame.kernel()
 def _(ops: Native, coefficients: Array, block: int, redundancy: int, key: Key) -> Array | None:
     dtype = ops.floating(coefficients)
     if dtype is None:

@@ -151,7 +151,7 @@ def draw_vertices(
     return codes, mass
 
 
-@draw_vertices.kernel(draw_vertices="x T, norms T; width, samples, least, key -> int64[vertices], int64[norms]")
+@draw_vertices.kernel()
 def _(
     ops: Native, x: Array, norms: Array, width: int, samples: int, least: int, key: Key
 ) -> tuple[Array, Array] | None:
@@ -189,7 +189,7 @@ def vertices_sum(
     return onto
 
 
-@vertices_sum.kernel(vertices_sum="[onto_ T], codes int64..., scales T...; ranks, width, samples, n, has_onto -> T[n]")
+@vertices_sum.kernel()
 def _(
     ops: Native,
     codes: Sequence[Array],
