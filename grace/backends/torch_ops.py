@@ -227,7 +227,7 @@ class TorchOps(ArrayOps):
 
     def svd(self, a: Array) -> tuple[Array, Array, Array]:
         if not torch.isfinite(a).all():
-            # LAPACK does not converge, and PyTorch would raise. The engine skips a step of NaN on all ranks.
+            # LAPACK does not converge, and PyTorch would raise. A run skips a step of NaN on all ranks.
             a = torch.full_like(a, torch.nan)
             return a[:, : min(a.shape)], a.reshape(-1)[: min(a.shape)], a.t()[:, : min(a.shape)]
         u, s, v = torch.linalg.svd(a, full_matrices=False)

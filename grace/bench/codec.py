@@ -77,7 +77,7 @@ class Done(NamedTuple):
 
 
 class LocalStep:
-    """Training steps of one tensor on `ranks` ranks, those of the engine. Only the work of rank 0 is timed.
+    """Training steps of one tensor on `ranks` ranks, as a run takes them. Only the work of rank 0 is timed.
 
     Each step has two calls. `receive` runs the step of all ranks, to know what rank 0 receives. `run` does all work of
     rank 0: compensate, check for NaN, propose, compress, update, merge, finish, learn, and scale by the memory's gain

@@ -42,7 +42,7 @@ ITEMSIZE = {
 MAX_MAGNITUDE = {"float16": 65504.0, "bfloat16": 2.0**104, "float32": 2.0**104, "float64": 2.0**512}
 
 GRADIENT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Dtypes of gradients that stay dense, and that only some libraries can add; the engine cannot. Each with its bytes.
+# Dtypes of gradients that stay dense, and that only some libraries can add; no step can. Each with its bytes.
 COMPLEX_DTYPES = {"complex64": 8, "complex128": 16}
 HALF_DTYPES = ("float16", "bfloat16")
 

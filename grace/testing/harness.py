@@ -1,4 +1,4 @@
-"""Shared helpers of the contracts: difficult inputs, and the engine's calls of a compressor without an engine."""
+"""Shared helpers of the contracts: difficult inputs, and a step's calls of a compressor without a step."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def exchange(
     step: int = 0,
     state: State | None = None,
 ) -> Exchange:
-    """Compress one gradient per rank as the engine does, including the negotiation, but without memory."""
+    """Compress one gradient per rank as a step does, including the negotiation, but without memory."""
     unit = unit_of(compressor, memories.make("none"), spec)
     steps = []
     for rank, x in enumerate(xs):
@@ -164,7 +164,7 @@ def payload_on_host(ops: ArrayOps, payload: Payload) -> dict[str, np.ndarray[Any
 
 
 def overflowed(ops: ArrayOps, payload: Payload, fields: Sequence[Field]) -> bool:
-    """Return whether a float field of the payload is not finite. The engine then skips the step of this tensor."""
+    """Return whether a float field of the payload is not finite. A step then changes no state of this tensor."""
     floats = [f.name for f in fields if f.dtype.startswith(("float", "bfloat"))]
     return not all(np.isfinite(wide(host(ops, payload[name]))).all() for name in floats)
 

@@ -1,4 +1,4 @@
-"""The part of the compressor's contract about units: tensors that the engine concatenates or slices."""
+"""The part of the compressor's contract about units: tensors that a plan concatenates or slices."""
 
 from __future__ import annotations
 

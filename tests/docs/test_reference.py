@@ -33,7 +33,6 @@ OBJECTS = {
     "exchange": ADAPTERS,
     "simulation": ("grace.Simulation",),
     "run": ("grace.core.state.run.Run",),
-    "step": ("grace.core.step.step.Step",),
 }
 
 _DIRECTIVE = re.compile(r"^\.\. (?:auto|py:)(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The command `grace bench step --sweep`: tune the engine's options for each compressor, one after the other.
+"""The command `grace bench step --sweep`: tune the options of the exchange for each compressor, one after the other.
 
 The order is bucket size, split size, granularity and, with Horovod, its cycle time. Each option is tried with the best
 values of the options before it. The values of an option take turns with a step without exchange and with the baseline.

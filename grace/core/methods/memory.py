@@ -27,7 +27,7 @@ class Memory(ABC):
     """Base of memories: the state that one rank keeps of a gradient between steps, configured by its fields only.
 
     A memory never changes the state of the last good step: `compensate` and `update` return new states, and with
-    roll-back the engine keeps the old one until it knows that no rank saw NaN or infinity. The gradient is never
+    roll-back the run keeps the old one until it knows that no rank saw NaN or infinity. The gradient is never
     changed either: its buffer belongs to the framework, whose backward pass may still read it. A callee may reuse
     arrays that it receives with a trailing underscore.
     """
@@ -144,7 +144,7 @@ class Memory(ABC):
     def written_over(self) -> tuple[str, ...]:
         """Keys of the state over which the kernel that computes x may write its results (default: none).
 
-        Without roll-back, the engine offers their arrays as `at.out`, in this order. No other kernel of
+        Without roll-back, a step offers their arrays as `at.out`, in this order. No other kernel of
         `compensate` may take them, and nothing may read them afterwards. Define it in the class that defines
         `compensate`.
         """

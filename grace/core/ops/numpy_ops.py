@@ -73,7 +73,7 @@ class NumpyOps(ArrayOps):
         return data.view(DTYPES[dtype])
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
-        # The array itself, by which the engine knows that a result lies in the gradient. A scalar becomes an array.
+        # The array itself, by which a step knows that a result lies in the gradient. A scalar becomes an array.
         return x if shape and x.shape == shape else x.reshape(shape)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
@@ -211,7 +211,7 @@ class NumpyOps(ArrayOps):
 
     def svd(self, a: Array) -> tuple[Array, Array, Array]:
         if not np.isfinite(a).all():
-            # LAPACK does not converge, and NumPy would raise. The engine skips a step of NaN on all ranks.
+            # LAPACK does not converge, and NumPy would raise. A run skips a step of NaN on all ranks.
             a = np.full_like(a, np.nan)
             return a[:, : min(a.shape)], a.reshape(-1)[: min(a.shape)], a.T[:, : min(a.shape)]
         u, s, v = np.linalg.svd(a, full_matrices=False)

@@ -37,7 +37,7 @@ class Bucket:
 class Plan:
     """Plan for every tensor: the buckets in the order in which gradients become ready, and the rest.
 
-    `exchanged` are the tensors that the engine exchanges, in this order; `delegated` are those left to the caller.
+    `exchanged` are the tensors that grace exchanges, in this order; `delegated` are those left to the caller.
     `warnings` are about settings that are valid but probably not intended.
     """
 
@@ -64,7 +64,7 @@ class Plan:
 
     @cached_property
     def assignment_of(self) -> dict[str, Assignment]:
-        """The assignment of each tensor that the engine exchanges, by the name of the tensor."""
+        """The assignment of each tensor that grace exchanges, by the name of the tensor."""
         return {item.spec.name: item for item in self.exchanged}
 
     @cached_property

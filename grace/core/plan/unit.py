@@ -172,7 +172,7 @@ class Assignment:
 
     @cached_property
     def overflowing(self) -> tuple[str, ...]:
-        """Fields of floats that the engine must look at: they may be infinite although the compressed array is not."""
+        """Fields of floats that a step must look at: they may be infinite although the compressed array is not."""
         if not self.guarded:
             return ()
         # A sparsifier's values are elements of the array, which was looked at.

@@ -54,7 +54,7 @@ class Transport(ABC):
     transport is `ordered`, by the order of the calls, which must then be the same on all ranks.
 
     A handle's `wait` ends with WaitError after `timeout` seconds, if the transport can do that;
-    `grace.core.guards.waiting.wait_until` helps. The engine sets `explain`, which returns in words what a collective of
+    `grace.core.guards.waiting.wait_until` helps. The run sets `explain`, which returns in words what a collective of
     a name carries.
     """
 
