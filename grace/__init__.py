@@ -14,14 +14,10 @@ from grace import errors as errors
 from grace.core.config.config import Config, Method, Rule, make_config
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.methods.capabilities import (
-    Checking,
     Learning,
     Negotiating,
-    Scaling,
     Selecting,
     Stateful,
-    Subtracting,
-    Summing,
     Thinning,
     Tuning,
 )
@@ -31,7 +27,7 @@ from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops import register_backend
 from grace.core.ops.table import composite
 from grace.core.session.simulation import Simulation
-from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec, WeightedSum
+from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec
 from grace.lazy import importer
 
 if TYPE_CHECKING:
@@ -49,7 +45,6 @@ register_backend("torch", "grace.backends.torch_ops:TorchOps")
 register_backend("tensorflow", "grace.backends.tensorflow_ops:TensorflowOps")
 
 __all__ = [
-    "Checking",
     "Communicator",
     "Compensated",
     "Compressor",
@@ -64,18 +59,14 @@ __all__ = [
     "Proposal",
     "Route",
     "Rule",
-    "Scaling",
     "Selecting",
     "Simulation",
     "Site",
     "Sparsifier",
     "Stateful",
-    "Subtracting",
-    "Summing",
     "TensorSpec",
     "Thinning",
     "Tuning",
-    "WeightedSum",
     "__version__",
     "communicators",
     "composite",

@@ -183,15 +183,6 @@ class Proposal(NamedTuple):
     op: Literal["sum", "max", "leader"]
 
 
-class WeightedSum(NamedTuple):
-    """The sum a x + b y of two flat arrays, before anything has computed it."""
-
-    x: Array
-    a: float
-    y: Array
-    b: float
-
-
 class Site(NamedTuple):
     """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
 
@@ -201,7 +192,8 @@ class Site(NamedTuple):
 
     `out` is an array that the result of this call may be written to, flat: pass it to one operation that makes an array
     of its dtype and length, as `out=at.out`. For `compress` it is a place for the longest field of the payload, for
-    `merge` one for the gradient. For `compensate` it is a tuple of the arrays that `written_over` names.
+    `merge` one for the gradient. For `compensate` it is a tuple of arrays of the state, which the memory
+    `overwrites`.
     """
 
     ops: ArrayOps

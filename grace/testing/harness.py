@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ FRAMEWORKS = tuple(name for name in ("numpy", "torch", "tensorflow") if importli
 SEED = 0
 _HOST = NumpyOps()
 T = TypeVar("T")
+C = TypeVar("C", bound=Compressor)
 # Limits per dtype of the gradient. 16-bit gradients are decoded in float32; only the inputs have 16 bits.
 LARGEST = {"float16": 6e4, "bfloat16": 1e30, "float32": 1e30, "float64": 1e30}
 SMALLEST = {"float16": 6e-8, "bfloat16": 1e-40, "float32": 1.4e-45, "float64": 5e-324}
@@ -118,6 +120,13 @@ class Exchange:
     xs: list[Array]
     payloads: list[Payload]
     sites: list[Site]
+
+
+def unfused(compressor: C) -> C:
+    """Return an equal compressor of a class of its own, which has no fusions."""
+    result = copy.copy(compressor)
+    object.__setattr__(result, "__class__", type(type(compressor).__name__, (type(compressor),), {}))
+    return result
 
 
 def unit_of(compressor: Compressor, memory: Memory, spec: TensorSpec) -> Unit:

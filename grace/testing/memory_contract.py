@@ -11,6 +11,7 @@ import pytest
 
 from grace.core.config.registry import compressors, memories
 from grace.core.errors import IncompatibleError
+from grace.core.methods import fusions
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
@@ -20,7 +21,7 @@ from grace.core.session.simulation import deliver, negotiate
 from grace.core.spec import Array, State, TensorSpec
 from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
-from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, same, unit_of
+from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, same, unfused, unit_of
 from grace.testing.poison import PoisonOps
 
 Snapshot = dict[str, "np.ndarray[Any, Any]"]
@@ -121,9 +122,9 @@ class MemoryContract:
                 state = new
 
     def test_a_state_that_is_written_over_gives_the_same_result(self, memory: Memory, ops: ArrayOps) -> None:
-        """It is what `written_over` promises."""
-        assert set(memory.written_over) <= set(memory.init(self.spec, ops))
-        for compressor in self.served(memory) if memory.written_over else ():
+        """It is what `overwrites` promises."""
+        assert set(fusions.overwritten(memory)) <= set(memory.init(self.spec, ops))
+        for compressor in self.served(memory) if fusions.overwritten(memory) else ():
             apart, over = (self.run(memory, compressor, ops, over=over) for over in (False, True))
             for a, b in zip(apart, over, strict=True):
                 assert all(same(a[name], b[name]) for name in a), compressor
@@ -165,20 +166,13 @@ class MemoryContract:
                 if finite is not None:
                     assert bool(finite) == bool(np.isfinite(host(ops, x)).all()), (bad, place)
 
-    def test_a_sum_to_add_is_what_it_compensates(self, memory: Memory, ops: ArrayOps) -> None:
-        compressor = next(iter(self.served(memory)))
-        at = exchange(compressor, ops, self.spec, [draw(self.spec, 1)]).sites[0]
-        at = at._replace(lr=ops.full(1, 0.1, "float64")[0], norm=ops.full(1, 9.0, "float64")[0])
-        state = {
-            key: array(ops, draw(self.spec, 2), self.spec.work_dtype) if ops.length(value) == self.spec.numel else value
-            for key, value in memory.init(self.spec, ops).items()
-        }
-        gradient = array(ops, draw(self.spec, 1), self.spec.work_dtype)
-        total = memory.to_add(gradient, state, at)
-        if total is not None:
-            x, in_progress, _ = memory.compensate(gradient, state, at)
-            assert same(host(ops, ops.finite_sum(*total)[0]), host(ops, x))
-            assert not in_progress
+    def test_fusions_give_what_the_steps_give(self, memory: Memory, ops: ArrayOps) -> None:
+        """An equal compressor of another class has none."""
+        for compressor in self.served(memory):
+            if any(fusion.find(compressor, memory) for fusion in (fusions.compress_sum, fusions.merge_finish)):
+                fused, apart = (self.run(memory, each, ops) for each in (compressor, unfused(compressor)))
+                for a, b in zip(fused, apart, strict=True):
+                    assert all(same(a[name], b[name]) for name in a), compressor
 
     def test_finish_is_declared(self, memory: Memory, ops: ArrayOps) -> None:
         """A memory that wraps another one may define it, and do nothing in it."""
@@ -191,19 +185,6 @@ class MemoryContract:
             assert merged is mean
             assert list(after) == list(state)
             assert all(after[key] is state[key] for key in state)
-
-    def test_finish_subtracts_from_what_is_declared(self, memory: Memory, ops: ArrayOps) -> None:
-        key = memory.subtracts_from
-        if key is None:
-            return
-        at = exchange(next(iter(self.served(memory))), ops, self.spec, [draw(self.spec, 1)]).sites[0]
-        before, mean = draw(self.spec, 2), draw(self.spec, 3)
-        arrays = (array(ops, each, self.spec.work_dtype) for each in (before, mean))
-        gradient, state = memory.finish(at=at, state={key: next(arrays)}, merged=next(arrays))
-        expected = ops.sub_(array(ops, before, self.spec.work_dtype), array(ops, mean, self.spec.work_dtype))
-        assert same(host(ops, gradient), host(ops, array(ops, mean, self.spec.work_dtype)))
-        assert state.keys() == {key}
-        assert same(host(ops, state[key]), host(ops, expected))
 
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
         """A sparsifier sends nothing of a zero gradient. So the memory must stay at zero."""

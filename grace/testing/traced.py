@@ -21,7 +21,6 @@ P = TypeVar("P", Compressor, Memory)
 _COMPRESSOR = (
     "propose",
     "compress",
-    "compress_checked",
     "decompress",
     "merge",
     "learn",

@@ -10,19 +10,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.core.memories.residual import Residual
-from grace.core.methods.capabilities import Checking, Scaling, Subtracting, Summing, proposed_fields, scales, sums
+from grace.core.methods import fusions
+from grace.core.methods.capabilities import proposed_fields
 from grace.core.methods.compressor import Compressor, sparsifies
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec, WeightedSum
+from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec
 from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payload_on_host, same, wide
 
 
 class UnitContract(ABC):
-    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and of the capabilities that save passes.
-
-    These are `Checking`, `Summing`, `Scaling` and `Subtracting`.
-    """
+    """Tests of a compressor's flags `flat`, `joins` and `linear_in`, and of its fusions."""
 
     few_shapes: ClassVar[tuple[tuple[int, ...], ...]]
 
@@ -76,7 +74,8 @@ class UnitContract(ABC):
         return wide(x) - wide(host(ops, compressor.decompress(ex.payloads[0], ex.sites[0])))
 
     def test_what_is_checked_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
-        if not isinstance(compressor, Checking):
+        check = fusions.compress_checked.find(compressor)
+        if check is None:
             return
         for spec in self.specs(compressor, ops):
             for bad in (0.0, np.nan, np.inf, -np.inf):
@@ -86,7 +85,10 @@ class UnitContract(ABC):
                     gradient[place] += bad
                     at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
                     x = array(ops, gradient, spec.work_dtype)
-                    payload, finite = compressor.compress_checked(x, at)
+                    made = check(compressor, x, at)
+                    if made is None:
+                        continue
+                    payload, finite = made
                     assert bool(finite) == bool(np.isfinite(gradient).all()), (spec, bad, place)
                     if finite:
                         one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(x, at)))
@@ -94,29 +96,34 @@ class UnitContract(ABC):
                         assert all(same(one[name], two[name]) for name in one), (spec, bad, place)
 
     def test_a_sum_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
-        if not sums(compressor, Residual()):
-            return
-        assert isinstance(compressor, Summing)
-        for spec in self.specs(compressor, ops):
-            at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
-            for beta, bad in ((1.0, 0.0), (0.9, 0.0), (1.0, np.nan), (0.9, -np.inf)):
-                gradient = draw(spec, 1)
-                gradient[spec.numel // 2 :] += bad
-                arrays = (array(ops, each, spec.work_dtype) for each in (draw(spec, 3), gradient))
-                total = WeightedSum(next(arrays), beta, next(arrays), 1.0)
-                x, payload, finite = compressor.compress_sum(total, at)
-                expected, good = ops.finite_sum(*total)
-                assert bool(finite) == bool(good), (spec, beta, bad)
-                if finite:
-                    assert same(host(ops, x), host(ops, expected)), (spec, beta)
-                    one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(expected, at)))
-                    assert one.keys() == two.keys()
-                    assert all(same(one[name], two[name]) for name in one), (spec, beta)
+        kinds = fusions.compress_sum.partners(type(compressor))
+        for memory in (*(kind() for kind in kinds), Residual(beta=0.9)):
+            fuse = fusions.compress_sum.find(compressor, memory)
+            for spec in self.specs(compressor, ops) if fuse else []:
+                at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
+                for bad in (0.0, np.nan, -np.inf):
+                    gradient = draw(spec, 1)
+                    gradient[spec.numel // 2 :] += bad
+                    state = {k: array(ops, draw(spec, 3), spec.work_dtype) for k in memory.init(spec, ops)}
+                    grad = array(ops, gradient, spec.work_dtype)
+                    assert fuse is not None
+                    made = fuse(compressor, memory, grad, state, at)
+                    if made is None:
+                        continue
+                    x, payload, finite = made
+                    expected, in_progress, _ = memory.compensate(grad, state, at)
+                    assert not in_progress
+                    assert bool(finite) == bool(ops.finite(expected)), (memory, spec, bad)
+                    if finite:
+                        assert same(host(ops, x), host(ops, expected)), (memory, spec)
+                        one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(expected, at)))
+                        assert one.keys() == two.keys()
+                        assert all(same(one[name], two[name]) for name in one), (memory, spec)
 
     def test_what_is_scaled_while_it_merges_is_the_merged_gradient(self, compressor: Compressor, ops: ArrayOps) -> None:
-        if not scales(compressor):
+        scale = fusions.merge_scaled.find(compressor)
+        if scale is None:
             return
-        assert isinstance(compressor, Scaling)
         for spec in self.specs(compressor, ops):
             ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2), draw(spec, 3)])
             at = ex.sites[0]
@@ -124,21 +131,29 @@ class UnitContract(ABC):
                 merged = compressor.merge(payloads, at)
                 for factor in (1.0, 0.5, 1 / 3, 10.0):
                     expected = host(ops, ops.scale_(ops.copy(merged), factor))
-                    assert same(host(ops, compressor.merge_scaled(payloads, factor, at)), expected), (spec, factor)
+                    scaled = scale(compressor, payloads, factor, at)
+                    assert scaled is None or same(host(ops, scaled), expected), (spec, factor)
 
     def test_what_is_subtracted_while_it_merges_is_the_merged_gradient(
         self, compressor: Compressor, ops: ArrayOps
     ) -> None:
-        if not isinstance(compressor, Subtracting):
-            return
-        for spec in self.specs(compressor, ops):
-            ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2), draw(spec, 3)])
-            at, x = ex.sites[0], array(ops, draw(spec, 4), spec.work_dtype)
-            for payloads in (ex.payloads[:1], ex.payloads):
-                expected = compressor.merge(payloads, at)
-                merged, rest = compressor.merge_subtracted(payloads, ops.copy(x), at)
-                assert same(host(ops, merged), host(ops, expected)), spec
-                assert same(host(ops, rest), host(ops, ops.sub_(ops.copy(x), expected))), spec
+        for memory in (kind() for kind in fusions.merge_finish.partners(type(compressor))):
+            fuse = fusions.merge_finish.find(compressor, memory)
+            assert fuse is not None
+            for spec in self.specs(compressor, ops):
+                ex = exchange(compressor, ops, spec, [draw(spec, 1), draw(spec, 2), draw(spec, 3)])
+                at = ex.sites[0]
+                for payloads in (ex.payloads[:1], ex.payloads):
+                    states = [
+                        {k: array(ops, draw(spec, 4), spec.work_dtype) for k in memory.init(spec, ops)} for _ in "ab"
+                    ]
+                    made = fuse(compressor, memory, payloads, states[0], at)
+                    if made is None:
+                        continue
+                    merged, rest = memory.finish(compressor.merge(payloads, at), states[1], at)
+                    assert same(host(ops, made[0]), host(ops, merged)), (memory, spec)
+                    assert made[1].keys() == rest.keys()
+                    assert all(same(host(ops, made[1][k]), host(ops, rest[k])) for k in rest), (memory, spec)
 
     def _told(
         self, compressor: Compressor, ops: ArrayOps, spec: TensorSpec, given: Sequence[np.ndarray[Any, Any]]

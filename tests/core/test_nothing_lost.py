@@ -78,7 +78,7 @@ def feeds_back_everything(plan) -> bool:
         if not unit.compressor.averages or name not in FEEDING:
             return False
         for onward in unit.chain:
-            exact = compressors.name_of(onward.compressor) == "none" or unit.memory.subtracts_from is not None
+            exact = compressors.name_of(onward.compressor) == "none" or unit.memory.feeds_back == "mean"
             if memories.name_of(onward.memory) not in FEEDING and not exact:
                 return False
     return True

@@ -172,8 +172,8 @@ def test_a_memory_that_compensates_otherwise_is_not_written_over():
             return super().compensate(grad, state, at)
 
     spec = TensorSpec("t", (9,))
-    assert unit_of(TopK(), Residual(), spec).written_over == ("residual",)
-    assert unit_of(TopK(), Shows(), spec).written_over == ()
+    assert unit_of(TopK(), Residual(), spec).fused.overwritten == ("residual",)
+    assert unit_of(TopK(), Shows(), spec).fused.overwritten == ()
 
 
 def test_a_change_of_the_plan_carries_residuals_over():

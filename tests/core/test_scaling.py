@@ -13,8 +13,7 @@ from grace.core.session.simulation import deliver
 from grace.core.spec import TensorSpec
 from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
-from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
-from tests.support.capabilities import replacing
+from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unfused, unit_of
 
 SPEC = TensorSpec("t", (40, 25))
 
@@ -43,9 +42,9 @@ def run(compressor, memory, ops, size, average):
     ids=str,
 )
 def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework, size, average):
-    ops, plain = get_ops(framework), replacing(compressor, "merge")
-    assert unit_of(compressor, memory, SPEC).scales
-    assert not unit_of(plain, memory, SPEC).scales
+    ops, plain = get_ops(framework), unfused(compressor)
+    assert unit_of(compressor, memory, SPEC).fused.merge_scaled
+    assert not unit_of(plain, memory, SPEC).fused.merge_scaled
     x, factor = run(compressor, memory, ops, size, average)
     y, left = run(plain, memory, ops, size, average)
     assert factor == 1

@@ -14,8 +14,7 @@ from grace.core.session.simulation import deliver, negotiate
 from grace.core.spec import TensorSpec
 from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
-from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unit_of
-from tests.support.capabilities import replacing
+from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unfused, unit_of
 
 SPEC = TensorSpec("t", (40, 25))
 
@@ -48,9 +47,9 @@ def run(compressor, memory, ops, size, average, out=False):
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2), GradZip(2)], ids=str)
 def test_a_step_gives_the_same_with_and_without_it(compressor, framework, size, average):
-    ops, plain, memory = get_ops(framework), replacing(compressor, "merge"), PowerSGDMemory()
-    assert unit_of(compressor, memory, SPEC).subtracts_from == "residual"
-    assert unit_of(plain, memory, SPEC).subtracts_from is None
+    ops, plain, memory = get_ops(framework), unfused(compressor), PowerSGDMemory()
+    assert unit_of(compressor, memory, SPEC).fused.merge_finish
+    assert not unit_of(plain, memory, SPEC).fused.merge_finish
     one, two = (run(each, memory, ops, size, average) for each in (compressor, plain))
     for a, b in zip(one, two, strict=True):
         assert np.isfinite(a["e"]).all()
@@ -66,13 +65,13 @@ def test_a_mean_written_in_place_leaves_the_same_residual():
         assert same(a["e"], b["e"])
 
 
-def test_a_memory_that_replaces_finish_alone_is_asked_for_it():
+def test_a_subclass_that_replaces_finish_is_asked_for_it():
     class Forgets(PowerSGDMemory):
         def finish(self, merged, state, at):
             gradient, state = super().finish(merged, state, at)
             return gradient, {"residual": state["residual"] * 0.5}
 
-    assert unit_of(PowerSGD(2), Forgets(), SPEC).subtracts_from is None
+    assert not unit_of(PowerSGD(2), Forgets(), SPEC).fused.merge_finish
     plain, halved = (run(PowerSGD(2), memory, get_ops("numpy"), 2, True) for memory in (PowerSGDMemory(), Forgets()))
     assert same(0.5 * plain[0]["e"], halved[0]["e"])
 

@@ -17,8 +17,7 @@ from grace.core.session.simulation import deliver
 from grace.core.spec import TensorSpec
 from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
-from grace.testing.harness import FRAMEWORKS, array, draw, host, payload_on_host, same, unit_of
-from tests.support.capabilities import replacing
+from grace.testing.harness import FRAMEWORKS, array, draw, host, payload_on_host, same, unfused, unit_of
 
 SPEC = TensorSpec("t", (40, 25))
 
@@ -53,9 +52,9 @@ def run(compressor, memory, ops):
     ids=str,
 )
 def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework):
-    ops, plain = get_ops(framework), replacing(compressor, "compress")
-    assert unit_of(compressor, memory, SPEC).sums
-    assert not unit_of(plain, memory, SPEC).sums
+    ops, plain = get_ops(framework), unfused(compressor)
+    assert unit_of(compressor, memory, SPEC).fused.compress_sum
+    assert not unit_of(plain, memory, SPEC).fused.compress_sum
     with np.errstate(invalid="ignore"):
         one, two = run(compressor, memory, ops), run(plain, memory, ops)
     for a, b in zip(one, two, strict=True):
@@ -63,12 +62,12 @@ def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework
         assert all(same(a[name], b[name]) for name in a)
 
 
-def test_a_memory_that_replaces_compensate_alone_is_asked_for_it():
+def test_a_subclass_that_replaces_compensate_is_asked_for_it():
     class Doubles(Residual):
         def compensate(self, grad, state, at):
             return super().compensate(grad + grad, state, at)
 
-    assert not unit_of(TopK(0.1), Doubles(), SPEC).sums
+    assert not unit_of(TopK(0.1), Doubles(), SPEC).fused.compress_sum
     plain, doubled = (run(TopK(0.1), memory, get_ops("numpy")) for memory in (Residual(), Doubles()))
     assert np.array_equal(2 * plain[0]["values"], doubled[0]["values"])
 

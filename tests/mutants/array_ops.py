@@ -254,7 +254,7 @@ class SelectsTheBoundAlways(NumpyOps):
 
 @breaks("test_corrupt_payloads_are_refused")
 class ScattersAnywhere(NumpyOps):
-    def sparse_sum(self, values, indices, n, onto=None):
+    def sparse_sum(self, values, indices, n, onto=None, out=None):
         total = np.zeros(n, values[0].dtype) if onto is None else onto
         for value, index in zip(values, indices, strict=True):
             total = self.scatter_add_(total, index, value)

@@ -5,10 +5,12 @@ They show that every check can fail. Every mutant is as close to a correct imple
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
+from grace.core.codecs.lowrank import merge_product
 from grace.core.codecs.signs import sign_mean
 from grace.core.compressors.dgc import DGC
 from grace.core.compressors.efsignsgd import EFSignSGD
@@ -21,16 +23,16 @@ from grace.core.compressors.terngrad import TernGrad
 from grace.core.compressors.topk import TopK
 from grace.core.errors import IncompatibleError
 from grace.core.memories.dgc import DGCMemory
-from grace.core.memories.lowpass import LowPass
 from grace.core.memories.none import NoMemory
 from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.memories.residual import Residual
 from grace.core.memories.shared_momentum import SharedMomentum
 from grace.core.methods.capabilities import selects
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
+from grace.core.methods.fusions import compress_checked, compress_sum, merge_finish, merge_scaled, overwrites
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Field, WeightedSum
+from grace.core.spec import Field
 
 COMPRESSORS: list[tuple[str, Compressor]] = []
 MEMORIES: list[tuple[str, Memory]] = []
@@ -345,16 +347,24 @@ class OneScaleForAll(EFSignSGD):
 @breaks("test_what_is_checked_is_compressed_as_ever")
 @dataclass(frozen=True)
 class TakesLargeForInfinite(SignSGD):
-    def compress_checked(self, x, at):
-        signs, mean = sign_mean(at.ops, x)
-        return {"signs": signs}, at.ops.finite(mean * 64.0)
+    pass
+
+
+@compress_checked.of(TakesLargeForInfinite)
+def _(compressor, x, at):
+    signs, mean = sign_mean(at.ops, x)
+    return {"signs": signs}, at.ops.finite(mean * 64.0)
 
 
 @breaks("test_what_is_checked_is_compressed_as_ever")
 @dataclass(frozen=True)
 class SaysNothingOfNaN(SignSGD):
-    def compress_checked(self, x, at):
-        return self.compress(x, at), at.ops.finite(at.ops.zeros(1, "float32"))
+    pass
+
+
+@compress_checked.of(SaysNothingOfNaN)
+def _(compressor, x, at):
+    return compressor.compress(x, at), at.ops.finite(at.ops.zeros(1, "float32"))
 
 
 @breaks("test_a_sum_is_compressed_as_ever", compress_ratio=0.1)
@@ -362,22 +372,23 @@ class SaysNothingOfNaN(SignSGD):
 class AddsTheWholeResidual(TopK):
     """Adds the residual without its factor."""
 
-    def compress(self, x, at):
-        return super().compress(x, at)
 
-    def compress_sum(self, total, at):
-        return super().compress_sum(total._replace(a=1.0), at)
+@compress_sum.of(AddsTheWholeResidual, Residual)
+def _(compressor, memory, grad, state, at):
+    whole = compress_sum.find(TopK(), Residual())
+    return whole(compressor, dataclasses.replace(memory, beta=1.0), grad, state, at)
 
 
 @breaks("test_a_sum_is_compressed_as_ever", compress_ratio=0.1)
 @dataclass(frozen=True)
 class TakesEverySumForFinite(TopK):
-    def compress(self, x, at):
-        return super().compress(x, at)
+    pass
 
-    def compress_sum(self, total, at):
-        x, payload, finite = super().compress_sum(total, at)
-        return x, payload, finite == finite
+
+@compress_sum.of(TakesEverySumForFinite, Residual)
+def _(compressor, memory, grad, state, at):
+    x, payload, finite = compress_sum.find(TopK(), Residual())(compressor, memory, grad, state, at)
+    return x, payload, finite == finite
 
 
 @breaks("test_what_is_subtracted_while_it_merges_is_the_merged_gradient", compress_rank=1)
@@ -385,9 +396,12 @@ class TakesEverySumForFinite(TopK):
 class SubtractsOnePayload(PowerSGD):
     """Subtracts what the first payload decodes to in place of what all of them do."""
 
-    def merge_subtracted(self, payloads, x_, at):
-        _, rest = super().merge_subtracted(payloads[:1], x_, at)
-        return self.merge(payloads, at), rest
+
+@merge_finish.of(SubtractsOnePayload, PowerSGDMemory)
+def _(compressor, memory, payloads, state_, at):
+    merged = compressor.merge(payloads, at)
+    _, rest = memory.finish(compressor.merge(payloads[:1], at), state_, at)
+    return merged, rest
 
 
 @breaks("test_what_is_scaled_while_it_merges_is_the_merged_gradient")
@@ -395,11 +409,10 @@ class SubtractsOnePayload(PowerSGD):
 class ScalesThePayloads(EFSignSGD):
     """Multiplies the scales of the payloads, which rounds otherwise."""
 
-    def merge(self, payloads, at):
-        return super().merge_scaled(payloads, 1.0, at)
 
-    def merge_scaled(self, payloads, factor, at):
-        return self.merge([{**each, "scale": each["scale"] * factor} for each in payloads], at)
+@merge_scaled.of(ScalesThePayloads)
+def _(compressor, payloads, factor, at):
+    return compressor.merge([{**each, "scale": each["scale"] * factor} for each in payloads], at)
 
 
 @breaks("test_declared_nonfinite_values_are_carried")
@@ -492,35 +505,39 @@ class TakesAllForFinite(Residual):
         return super().compensate(grad, state, at)._replace(finite=at.ops.finite(at.ops.zeros(1, "float32")))
 
 
-@breaks("test_a_sum_to_add_is_what_it_compensates")
+@breaks("test_fusions_give_what_the_steps_give")
 @dataclass(frozen=True)
 class AddsTheGradientTwice(Residual):
-    def to_add(self, grad, state, at):
-        return WeightedSum(state["residual"], 1.0, grad, 2.0)
+    pass
 
-    def compensate(self, grad, state, at):
-        return super().compensate(grad, state, at)
+
+@compress_sum.of(TopK, AddsTheGradientTwice)
+def _(compressor, memory, grad, state, at):
+    return compress_sum.find(TopK(), Residual())(compressor, memory, grad + grad, state, at)
 
 
 @breaks("test_a_state_that_is_written_over_gives_the_same_result")
+@overwrites("residual")
 @dataclass(frozen=True)
-class ReadsWhatWasWrittenOver(LowPass):
+class ReadsWhatWasWrittenOver(Residual):
     """Needs the old residual after the sum that may take its place."""
 
-    written_over = ("residual",)
-
     def compensate(self, grad, state, at):
-        return super().compensate(grad, state, at)
+        x, rest, finite = super().compensate(grad, state, at)
+        return Compensated(x + state["residual"], rest, finite)
 
 
-@breaks("test_finish_subtracts_from_what_is_declared")
+@breaks("test_fusions_give_what_the_steps_give")
 @dataclass(frozen=True)
 class FadesAfterTheSubtraction(PowerSGDMemory):
-    """Does more than it says, which a compressor that subtracts would leave out."""
+    """Does more than the fusion, which leaves it out."""
 
     def finish(self, merged, state, at):
         gradient, state = super().finish(merged, state, at)
         return gradient, {"residual": at.ops.scale_(state["residual"], 0.5)}
+
+
+merge_finish.of(PowerSGD, FadesAfterTheSubtraction)(merge_product)
 
 
 @breaks("test_finish_is_declared")

@@ -9,7 +9,8 @@ from functools import cache
 from typing import ClassVar
 
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Learning, Negotiating, Subtracting
+from grace.core.memories.powersgd import PowerSGDMemory
+from grace.core.methods.capabilities import Learning, Negotiating
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
@@ -38,7 +39,7 @@ def unfit_matrix(name: str, spec: TensorSpec, rank: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
+class TwoFactors(Compressor, Negotiating, Learning):
     """Base of methods that send a matrix as P Q^T: P is negotiated, then Q, linear in the matrix, travels.
 
     They define `propose` and `compress`. The summed Q starts the next step.
@@ -81,19 +82,24 @@ class TwoFactors(Compressor, Negotiating, Learning, Subtracting):
     def decompress(self, payload: Payload, at: Site) -> Array:
         return at.ops.flat_product(payload["p"], payload["q"], self.compress_rank, at.out)
 
-    def _sum_q(self, payloads: Sequence[Payload]) -> Array:
+    def sum_q(self, payloads: Sequence[Payload]) -> Array:
+        """Return the sum of Q over the ranks."""
         q = payloads[0]["q"]
         for payload in payloads[1:]:
             q = q + payload["q"]
         return q
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return at.ops.flat_product(payloads[0]["p"], self._sum_q(payloads), self.compress_rank, at.out)
-
-    def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
-        p, q = payloads[0]["p"], self._sum_q(payloads)
-        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank, at.out)
-        return merged, rest
+        return at.ops.flat_product(payloads[0]["p"], self.sum_q(payloads), self.compress_rank, at.out)
 
     def learn(self, payloads: Sequence[Payload], at: Site) -> State:
-        return {"q": at.ops.reshape(self._sum_q(payloads), (-1, self.compress_rank))}
+        return {"q": at.ops.reshape(self.sum_q(payloads), (-1, self.compress_rank))}
+
+
+def merge_product(
+    compressor: TwoFactors, memory: PowerSGDMemory, payloads: Sequence[Payload], state_: State, at: Site
+) -> tuple[Array, State]:
+    """Return the merged gradient, and the state with it subtracted from the residual; consumes state_."""
+    p, q = payloads[0]["p"], compressor.sum_q(payloads)
+    rest, merged = at.ops.sub_product_(state_["residual"], p, q, compressor.compress_rank, at.out)
+    return merged, {"residual": rest}

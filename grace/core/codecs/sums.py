@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from grace.core.memories.efsignsgd import EFSignMemory
+from grace.core.memories.residual import Residual
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
 from grace.core.spec import Array
@@ -12,6 +14,9 @@ if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
 Selection = tuple[Array, Array, Array, Array]
+Feedback: TypeAlias = Residual | EFSignMemory
+# The memories whose `terms` are the sum that they compress.
+FEEDBACK = (Residual, EFSignMemory)
 
 
 @composite()

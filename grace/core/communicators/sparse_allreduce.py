@@ -186,8 +186,8 @@ def _tree(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
     received = layout.decode(ops, data, 1, bucket.stamp)
     for step, lost in zip(bucket.steps, dropped, strict=True):
         sent, x = step.payload, step.x
-        # A memory that subtracts the merged gradient keeps what was dropped without further ado.
-        if not step.unit.memory.stateless and step.unit.memory.subtracts_from is None:
+        # A memory that feeds back what the mean lacks keeps what was dropped without further ado.
+        if not step.unit.memory.stateless and step.unit.memory.feeds_back != "mean":
             # All that this rank has sent is on its way, except what it has dropped itself, of its own and of others.
             x = ops.put_(x, sent["indices"], 0.0)
             for entries in lost:

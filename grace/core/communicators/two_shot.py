@@ -85,7 +85,7 @@ class TwoShot(Communicator):
                 f"brings the memory that the owner of a shard needs, while shard_memory names {self.shard_memory}: "
                 "leave shard_memory out"
             )
-        if self.shard_memory is not None and self.shard_memory.feeds_back and memory.subtracts_from is not None:
+        if self.shard_memory is not None and self.shard_memory.feeds_back and memory.feeds_back == "mean":
             return (
                 f"feeds back what the merged gradient lacks, and shard_memory {self.shard_memory} would feed back a "
                 "part of it again: leave shard_memory out"
@@ -110,8 +110,8 @@ class TwoShot(Communicator):
 
     def _onward(self, shard: Unit, owners: tuple[int, ...]) -> Unit:
         second = self.second or shard.compressor
-        # A memory that subtracts the merged gradient feeds back what the owner drops as well.
-        feeds_back = memories.make(second.default_memory).feeds_back and shard.memory.subtracts_from is None
+        # Such a memory feeds back what the owner drops as well.
+        feeds_back = memories.make(second.default_memory).feeds_back and shard.memory.feeds_back != "mean"
         usual = memories.make("residual" if feeds_back else "none")
         memory = shard.memory.at_owner or self.shard_memory or usual
         spec = dataclasses.replace(shard.spec, name=f"mean of {shard.spec.name}", dtype=shard.spec.work_dtype)

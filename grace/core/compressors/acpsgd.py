@@ -9,8 +9,10 @@ from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.powersgd import orthogonalize
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
-from grace.core.methods.capabilities import Learning, Subtracting
+from grace.core.memories.powersgd import PowerSGDMemory
+from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import merge_finish
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
@@ -20,7 +22,7 @@ from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
     About(family="low_rank", adam=True, tests=[{"compress_rank": 1}], digits=Setting(options={"compress_rank": 2})),
 )
 @dataclass(frozen=True)
-class ACPSGD(Compressor, Learning, Subtracting):
+class ACPSGD(Compressor, Learning):
     r"""ACP-SGD: the two halves of PowerSGD's step in turn, one low-rank factor and one allreduce per step.
 
     Formula: P_i = M_i Q, \; C(M_i) = P_i Q^\top; \quad \text{next step:}\; Q_i = M_i^\top P, \; C(M_i) = P Q_i^\top
@@ -89,15 +91,10 @@ class ACPSGD(Compressor, Learning, Subtracting):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        p, q = self._factors(payloads, at)
+        p, q = self.factors(payloads, at)
         return at.ops.flat_product(p, q, self.compress_rank, at.out)
 
-    def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
-        p, q = self._factors(payloads, at)
-        rest, merged = at.ops.sub_product_(x_, p, q, self.compress_rank, at.out)
-        return merged, rest
-
-    def _factors(self, payloads: Sequence[Payload], at: Site) -> list[Array]:
+    def factors(self, payloads: Sequence[Payload], at: Site) -> list[Array]:
         """Return the flat factors of the merged gradient."""
         ops, total = at.ops, self._sum(payloads, at)
         p, q = (ops.reshape(at.state[side], (-1,)) for side in ("p", "q"))
@@ -140,3 +137,12 @@ class ACPSGD(Compressor, Learning, Subtracting):
             "q": ops.choose(even, lambda: at.state["q"], lambda: basis(columns)),
             "odd": 1 - at.state["odd"],
         }
+
+
+@merge_finish.of(ACPSGD, PowerSGDMemory)
+def _(
+    compressor: ACPSGD, memory: PowerSGDMemory, payloads: Sequence[Payload], state_: State, at: Site
+) -> tuple[Array, State]:
+    p, q = compressor.factors(payloads, at)
+    rest, merged = at.ops.sub_product_(state_["residual"], p, q, compressor.compress_rank, at.out)
+    return merged, {"residual": rest}

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.signs import sign_mean, sign_sum, sum_sign_mean
+from grace.core.codecs.sums import FEEDBACK, Feedback
 from grace.core.config.registry import About, compressors
-from grace.core.methods.capabilities import Scaling, Summing
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import compress_sum, merge_scaled
 from grace.core.ops.base import packed_size
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
 @compressors.register("efsignsgd", About(family="quantization", adam=False))
 @dataclass(frozen=True)
-class EFSignSGD(Compressor, Scaling, Summing):
+class EFSignSGD(Compressor):
     r"""EF-SignSGD: one sign bit per element, scaled by the mean magnitude of the tensor; needs error feedback.
 
     Formula: C(x) = \frac{\|x\|_1}{d} \, \mathrm{sign}(x)
@@ -46,19 +47,29 @@ class EFSignSGD(Compressor, Scaling, Summing):
         signs, scale = sign_mean(at.ops, x)
         return {"scale": scale, "signs": signs}
 
-    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, signs, scale, finite = sum_sign_mean(at.ops, *total, at.out)
-        return x, {"scale": scale, "signs": signs}, finite
-
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return self.merge_scaled(payloads, 1.0, at)
-
-    def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
         signs, scales = ([payload[name] for payload in payloads] for name in ("signs", "scale"))
-        return sign_sum(at.ops, signs, scales, at.spec.numel, factor=factor, out=at.out)
+        return sign_sum(at.ops, signs, scales, at.spec.numel, out=at.out)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
         return sign_sum(at.ops, [payload["signs"]], [payload["scale"]], at.spec.numel, onto=x, negate=True)
+
+
+@compress_sum.of(EFSignSGD, FEEDBACK)
+def _(
+    compressor: EFSignSGD, memory: Feedback, grad: Array, state: State, at: Site
+) -> tuple[Array, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None:
+        return None
+    x, signs, scale, finite = sum_sign_mean(at.ops, *terms, at.out)
+    return x, {"scale": scale, "signs": signs}, finite
+
+
+@merge_scaled.of(EFSignSGD)
+def _(compressor: EFSignSGD, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
+    signs, scales = ([payload[name] for payload in payloads] for name in ("signs", "scale"))
+    return sign_sum(at.ops, signs, scales, at.spec.numel, factor=factor, out=at.out)

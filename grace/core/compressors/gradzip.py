@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.core.codecs.lowrank import TwoFactors, matrix_shape
+from grace.core.codecs.lowrank import TwoFactors, matrix_shape, merge_product
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
+from grace.core.memories.powersgd import PowerSGDMemory
+from grace.core.methods.fusions import merge_finish
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Proposal, Site
 
@@ -93,3 +95,6 @@ class GradZip(TwoFactors):
         u, s, v = ops.svd(ops.cast(fixed, "float64"))
         ridge = ops.matmul(u * ops.reshape(s / (s * s + self.regularization), (1, r)), v, transpose_b=True)
         return fixed, ops.matmul(m, ops.cast(ridge, dtype), transpose_a=transposed)
+
+
+merge_finish.of(GradZip, PowerSGDMemory)(merge_product)

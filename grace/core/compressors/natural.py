@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grace.core.config.registry import About, compressors
-from grace.core.methods.capabilities import Checking, Scaling
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import compress_checked, merge_scaled
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
@@ -28,7 +28,7 @@ _CLIPPED = 127
     "natural", About(family="quantization", adam=True, tests=[{"clipped": True}], errors=[{}, {"clipped": True}])
 )
 @dataclass(frozen=True)
-class Natural(Compressor, Checking, Scaling):
+class Natural(Compressor):
     r"""Natural compression: stochastic rounding to a power of two, sent as sign and exponent.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, 2^{e + b_i}, \; b_i \sim \mathrm{Bernoulli}(|x_i| / 2^e - 1)
@@ -70,14 +70,9 @@ class Natural(Compressor, Checking, Scaling):
         return (Field("base", "int32", 1), codes) if self.clipped else (codes,)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return self._encoded(x, at)[0]
+        return self.encoded(x, at)[0]
 
-    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
-        payload, most = self._encoded(x, at)
-        # Not a comparison: TensorFlow would turn "not <=" into ">", and NaN is neither.
-        return payload, at.ops.finite(most)
-
-    def _encoded(self, x: Array, at: Site) -> tuple[Payload, Array]:
+    def encoded(self, x: Array, at: Site) -> tuple[Payload, Array]:
         """Return the payload and the largest magnitude."""
         codes, base, most = natural_encode(at.ops, x, at.private_key, self.clipped, at.out)
         return {"base": base, "codes": codes} if self.clipped else {"codes": codes}, most
@@ -86,19 +81,29 @@ class Natural(Compressor, Checking, Scaling):
         return self.merge([payload], at)
 
     def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
-        return self.merge_scaled(payloads, 1.0, at)
-
-    def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
-        return self._sum(payloads, at, factor=factor)
+        return self.total(payloads, at)
 
     def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
-        return self._sum([payload], at, onto=x, negate=True)
+        return self.total([payload], at, onto=x, negate=True)
 
-    def _sum(self, payloads: Sequence[Payload], at: Site, **options: Any) -> Array:
+    def total(self, payloads: Sequence[Payload], at: Site, **options: Any) -> Array:
+        """Return the result of `natural_sum` with these options."""
         ops, spec = at.ops, at.spec
         bases = [payload["base"] if self.clipped else ops.zeros(1, "int32") for payload in payloads]
         codes = [payload["codes"] for payload in payloads]
         return natural_sum(ops, codes, bases, spec.numel, spec.work_dtype, self.clipped, out=at.out, **options)
+
+
+@compress_checked.of(Natural)
+def _(compressor: Natural, x: Array, at: Site) -> tuple[Payload, Array]:
+    payload, most = compressor.encoded(x, at)
+    # Not a comparison: TensorFlow would turn "not <=" into ">", and NaN is neither.
+    return payload, at.ops.finite(most)
+
+
+@merge_scaled.of(Natural)
+def _(compressor: Natural, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
+    return compressor.total(payloads, at, factor=factor)
 
 
 @composite(one_graph=True)

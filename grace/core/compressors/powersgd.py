@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grace.core.codecs.lowrank import TwoFactors, matrix_shape
+from grace.core.codecs.lowrank import TwoFactors, matrix_shape, merge_product
 from grace.core.config.registry import About, Setting, compressors
+from grace.core.memories.powersgd import PowerSGDMemory
+from grace.core.methods.fusions import merge_finish
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
 from grace.core.spec import Array, Payload, Proposal, Site
@@ -141,3 +143,6 @@ def _(ops: Native, a: Array) -> Array | None:
         return None
     found = ops.run("orthogonalize", [flat], [rows, columns], outputs=[dtype], lengths=[rows * columns])[0]
     return ops.reshape(found, (rows, columns))
+
+
+merge_finish.of(PowerSGD, PowerSGDMemory)(merge_product)

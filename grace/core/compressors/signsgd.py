@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grace.core.codecs.signs import binarize, binarize_finite, majority
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Checking
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import compress_checked
 from grace.core.ops.base import packed_size
 from grace.core.ops.random import MASK, mix
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
@@ -24,7 +24,7 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class SignSGD(Compressor, Checking):
+class SignSGD(Compressor):
     r"""SignSGD: one sign bit per element; the ranks take a majority vote.
 
     Formula: C(x)_i = \mathrm{sign}(x_i), \quad g_i = \mathrm{sign}\bigl(\textstyle\sum_r \mathrm{sign}(x_{r,i})\bigr)
@@ -55,10 +55,6 @@ class SignSGD(Compressor, Checking):
     def compress(self, x: Array, at: Site) -> Payload:
         return {"signs": binarize(at.ops, x, 0, _turn(at))}
 
-    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
-        signs, finite = binarize_finite(at.ops, x, _turn(at))
-        return {"signs": signs}, finite
-
     def decompress(self, payload: Payload, at: Site) -> Array:
         return majority(at.ops, [payload["signs"]], at.spec.numel, at.spec.work_dtype, at.out)
 
@@ -73,3 +69,10 @@ def _turn(at: Site) -> Array | bool:
     """
     first = mix(at.ops, at.key.step // 2, at.key.seed & MASK)
     return (first + at.key.step + at.rank) % 2 == 1
+
+
+@compress_checked.of(SignSGD)
+def compress_finite(compressor: SignSGD, x: Array, at: Site) -> tuple[Payload, Array]:
+    """Return the payload of x, and whether x is finite."""
+    signs, finite = binarize_finite(at.ops, x, _turn(at))
+    return {"signs": signs}, finite

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.compressors.signsgd import SignSGD
+from grace.core.compressors.signsgd import SignSGD, compress_finite
 from grace.core.config.registry import About, Setting, compressors
+from grace.core.methods.fusions import compress_checked
 
 
 @compressors.register(
@@ -39,3 +40,6 @@ class Signum(SignSGD):
     """
 
     default_memory = "momentum"
+
+
+compress_checked.of(Signum)(compress_finite)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.codecs.sums import sum_select
+from grace.core.codecs.sums import FEEDBACK, Feedback, sum_select
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Summing
 from grace.core.methods.compressor import Sparsifier
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.methods.fusions import compress_sum
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
 @compressors.register(
@@ -22,7 +22,7 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
     ),
 )
 @dataclass(frozen=True)
-class Threshold(Sparsifier, Summing):
+class Threshold(Sparsifier):
     r"""Threshold sparsifier: every element above a fixed magnitude.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| > v}
@@ -63,16 +63,24 @@ class Threshold(Sparsifier, Summing):
         return Field("values", spec.work_dtype, "kept"), Field("indices", "int32", "kept", below=spec.numel)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return self._within_capacity(*at.ops.select(x, self.threshold, strict=True), at)
+        return self.within_capacity(*at.ops.select(x, self.threshold, strict=True), at)
 
-    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True, out=at.out)
-        return x, self._within_capacity(values, indices, at), finite
-
-    def _within_capacity(self, values: Array, indices: Array, at: Site) -> Payload:
+    def within_capacity(self, values: Array, indices: Array, at: Site) -> Payload:
+        """Return the payload of what passed, the largest of it if it is more than the capacity."""
         ops = at.ops
         if self.capacity is not None:
             most = max(1, int(self.capacity * at.spec.numel))
             values, best = ops.sparsify(values, ops.min_size(ops.length(values), most))
             indices = ops.gather(indices, best)
         return {"values": values, "indices": indices}
+
+
+@compress_sum.of(Threshold, FEEDBACK)
+def _(
+    compressor: Threshold, memory: Feedback, grad: Array, state: State, at: Site
+) -> tuple[Array, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None:
+        return None
+    x, finite, values, indices = sum_select(at.ops, *terms, compressor.threshold, strict=True, out=at.out)
+    return x, compressor.within_capacity(values, indices, at), finite

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.codecs.sums import sum_top
+from grace.core.codecs.sums import FEEDBACK, Feedback, sum_top
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Summing, Thinning
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.methods.fusions import compress_sum
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
 def check_ratio(name: str, ratio: float) -> None:
@@ -40,7 +41,7 @@ def advice_on_ratio(ratio: float) -> str | None:
     ),
 )
 @dataclass(frozen=True)
-class TopK(Sparsifier, Summing, Thinning):
+class TopK(Sparsifier, Thinning):
     r"""Top-k sparsifier: the k elements of largest magnitude; needs error feedback.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i|
@@ -76,6 +77,12 @@ class TopK(Sparsifier, Summing, Thinning):
         values, indices = at.ops.sparsify(x, keep_count(self.compress_ratio, at.spec.numel))
         return {"values": values, "indices": indices}
 
-    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_top(at.ops, *total, keep_count(self.compress_ratio, at.spec.numel), at.out)
-        return x, {"values": values, "indices": indices}, finite
+
+@compress_sum.of(TopK, FEEDBACK)
+def _(compressor: TopK, memory: Feedback, grad: Array, state: State, at: Site) -> tuple[Array, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None:
+        return None
+    k = keep_count(compressor.compress_ratio, at.spec.numel)
+    x, finite, values, indices = sum_top(at.ops, *terms, k, at.out)
+    return x, {"values": values, "indices": indices}, finite

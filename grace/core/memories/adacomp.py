@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from grace.core.config.registry import memories
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register("adacomp")
+@overwrites("residual")
 @dataclass(frozen=True)
 class AdaCompMemory(Memory):
     r"""Error feedback that shows the compressor the latest gradient beside the compensated one.
@@ -23,8 +25,6 @@ class AdaCompMemory(Memory):
     Reference: Chen et al., "AdaComp: adaptive residual gradient compression for data-parallel distributed training",
     AAAI 2018, Algorithm 2.
     """
-
-    written_over = ("residual",)
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}

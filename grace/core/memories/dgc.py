@@ -10,6 +10,7 @@ from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         ]
     ),
 )
+@overwrites("momentum", "residual")
 @dataclass(frozen=True)
 class DGCMemory(Memory):
     r"""Momentum correction: error feedback on the momentum instead of the gradient, with masking.
@@ -51,7 +53,6 @@ class DGCMemory(Memory):
     clipping_norm: Literal["tensor", "all"] = "tensor"
 
     additive = ("momentum", "residual")
-    written_over = ("momentum", "residual")
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -8,12 +8,14 @@ from functools import cached_property
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register("efsignsgd", About(tests=[{"lr": 0.5}]))
+@overwrites("residual")
 @dataclass(frozen=True)
 class EFSignMemory(Memory):
     r"""Error feedback in units of the weights, for EF-SignSGD.
@@ -29,8 +31,6 @@ class EFSignMemory(Memory):
     """
 
     lr: float = 0.1
-
-    written_over = ("residual",)
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -49,11 +49,12 @@ class EFSignMemory(Memory):
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
 
-    def to_add(self, grad: Array, state: State, at: Site) -> WeightedSum | None:
-        return WeightedSum(state["residual"], 1.0, grad, self.lr)
+    def terms(self, grad: Array, state: State, at: Site) -> tuple[Array, float, Array, float]:
+        """Return e, 1, g, gamma of the sum to compress."""
+        return state["residual"], 1.0, grad, self.lr
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        x, finite = at.ops.finite_sum(state["residual"], 1, grad, self.lr, at.out)
+        x, finite = at.ops.finite_sum(*self.terms(grad, state, at), at.out)
         return Compensated(x, {}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:

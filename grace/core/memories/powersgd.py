@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from grace.core.config.registry import memories
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register("powersgd")
+@overwrites("residual")
 @dataclass(frozen=True)
 class PowerSGDMemory(Memory):
     r"""Error feedback against the merged gradient of all ranks, for PowerSGD.
@@ -25,8 +27,7 @@ class PowerSGDMemory(Memory):
     """
 
     finishes = True
-    subtracts_from = "residual"
-    written_over = ("residual",)
+    feeds_back = "mean"
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"residual": ops.zeros(spec.numel, spec.work_dtype)}

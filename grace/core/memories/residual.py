@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 @memories.register(
     "residual", About(tests=[{"beta": 0.9, "gamma": 0.5}, {"lr_correction": True, "gradient_clipping": 1.0}])
 )
+@overwrites("residual")
 @dataclass(frozen=True)
 class Residual(Memory):
     r"""Error feedback: what was not sent is added to the next gradient.
@@ -34,8 +36,6 @@ class Residual(Memory):
     gamma: float = 1.0
     lr_correction: bool = False
     gradient_clipping: float | None = None
-
-    written_over = ("residual",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
@@ -58,10 +58,11 @@ class Residual(Memory):
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}
         return {**state, "lr": ops.zeros(1, "float64")} if self.lr_correction else state
 
-    def to_add(self, grad: Array, state: State, at: Site) -> WeightedSum | None:
+    def terms(self, grad: Array, state: State, at: Site) -> tuple[Array, float, Array, float] | None:
+        """Return e, beta, g, gamma of the sum to compress; None if the learning rate changes e."""
         if self.lr_correction:
             return None
-        return WeightedSum(state["residual"], self.beta, clipped(grad, self.gradient_clipping, at), self.gamma)
+        return state["residual"], self.beta, clipped(grad, self.gradient_clipping, at), self.gamma
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, dtype, rest = at.ops, at.spec.work_dtype, {}

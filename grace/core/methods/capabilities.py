@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec, WeightedSum
-
-if TYPE_CHECKING:
-    from grace.core.methods.memory import Memory
+from grace.core.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
 
 
 class Negotiating(ABC):
@@ -26,44 +22,6 @@ class Negotiating(ABC):
     @abstractmethod
     def propose(self, x: Array, at: Site) -> Proposal:
         """Return what the ranks combine, flat; `at.negotiated` is the result. Called only if a field is proposed."""
-
-
-class Checking(ABC):
-    """Capability to find NaN and infinity in the pass that compresses, so that no other pass must look for them."""
-
-    @abstractmethod
-    def compress_checked(self, x: Array, at: Site) -> tuple[Payload, Array]:
-        """Return the payload and a 0-d bool that is True if x is finite.
-
-        If x is not finite, the payload may be anything.
-        """
-
-
-class Summing(ABC):
-    """Capability to compress a sum in the pass over memory that computes it."""
-
-    @abstractmethod
-    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        """Return the sum, what `compress` returns of it, and a 0-d bool that is True if the sum is finite.
-
-        If the sum is not finite, the payload may be anything.
-        """
-
-
-class Scaling(ABC):
-    """Capability to multiply the merged gradient in the pass over memory that makes it."""
-
-    @abstractmethod
-    def merge_scaled(self, payloads: Sequence[Payload], factor: float, at: Site) -> Array:
-        """Return the factor times what `merge` returns, with the same bits as a multiplication afterwards."""
-
-
-class Subtracting(ABC):
-    """Capability to subtract the merged gradient from an array in the pass over memory that makes it."""
-
-    @abstractmethod
-    def merge_subtracted(self, payloads: Sequence[Payload], x_: Array, at: Site) -> tuple[Array, Array]:
-        """Return what `merge` returns, and x_ minus that; consumes x_."""
 
 
 class Selecting(ABC):
@@ -135,37 +93,3 @@ def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:
 def selects(compressor: object) -> bool:
     """Return whether the payload carries nothing of the coordinates left out, so that `erase_` may be called."""
     return isinstance(compressor, Selecting) and compressor.selects
-
-
-def sums(compressor: object, memory: object) -> bool:
-    """Return whether the compressor can compute the sum that the memory would compress.
-
-    A subclass that replaces only `compress` or `compensate` cannot: what it inherits knows nothing of that.
-    """
-    together = _same_class(compressor, "compress_sum", "compress") and _same_class(memory, "to_add", "compensate")
-    return isinstance(compressor, Summing) and together
-
-
-def scales(compressor: object) -> bool:
-    """Return whether the compressor can multiply while it merges; a subclass that replaces only `merge` cannot."""
-    return isinstance(compressor, Scaling) and _same_class(compressor, "merge_scaled", "merge")
-
-
-def subtracts_from(compressor: object, memory: Memory) -> str | None:
-    """Return the key of the memory's state from which the compressor can subtract the merged gradient, if it can.
-
-    A subclass that replaces only `merge` or `finish` cannot.
-    """
-    together = _same_class(compressor, "merge_subtracted", "merge") and _same_class(memory, "subtracts_from", "finish")
-    return memory.subtracts_from if isinstance(compressor, Subtracting) and together else None
-
-
-def written_over(memory: Memory) -> tuple[str, ...]:
-    """Return the keys of the memory's state that kernels may write over; none if a subclass replaces `compensate`."""
-    return memory.written_over if _same_class(memory, "written_over", "compensate") else ()
-
-
-def _same_class(method: object, first: str, second: str) -> bool:
-    """Return whether the two functions come from the same class."""
-    classes = [next((cls for cls in type(method).__mro__ if name in vars(cls)), None) for name in (first, second)]
-    return classes[0] is classes[1]

@@ -6,12 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec, WeightedSum
+from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
 class Compensated(NamedTuple):
@@ -38,14 +38,17 @@ class Memory(ABC):
         return False
 
     @property
-    def feeds_back(self) -> bool:
-        """True if what the compressor dropped is added to a later gradient."""
+    def feeds_back(self) -> bool | Literal["mean"]:
+        """True if what the compressor dropped is added to a later gradient; "mean" if what the merged one lacks is.
+
+        A memory of the latter kind also feeds back what communicators drop, so they give back nothing.
+        """
         return not self.stateless
 
     @property
     def holds_residual(self) -> bool:
         """True if the memory may hold a residual, which a change of the plan must not lose."""
-        return self.feeds_back
+        return bool(self.feeds_back)
 
     @cached_property
     def finishes(self) -> bool:
@@ -121,14 +124,6 @@ class Memory(ABC):
         """Return the state before the first step: flat buffers of zeros (default: none)."""
         return {}
 
-    def to_add(self, grad: Array, state: State, at: Site) -> WeightedSum | None:
-        """Return the sum that `compensate` returns, if it does nothing else (default: None).
-
-        Compressors that are `Summing` then compute it while they compress. Define it in the class that defines
-        `compensate`.
-        """
-        return None
-
     @abstractmethod
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         """Return the array to compress and a state in progress for `update`; only reads grad and state.
@@ -139,26 +134,6 @@ class Memory(ABC):
     @abstractmethod
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
-
-    @cached_property
-    def written_over(self) -> tuple[str, ...]:
-        """Keys of the state over which the kernel that computes x may write its results (default: none).
-
-        Without roll-back, a step offers their arrays as `at.out`, in this order. No other kernel of
-        `compensate` may take them, and nothing may read them afterwards. Define it in the class that defines
-        `compensate`.
-        """
-        return ()
-
-    @cached_property
-    def subtracts_from(self) -> str | None:
-        """Key of the state from which `finish` subtracts the merged gradient, if it does nothing else (default: None).
-
-        Such a memory feeds back all that the merged gradient lacks, so communicators give back nothing else of what
-        they drop. Compressors that are `Subtracting` do it while they merge. Define it in the class that defines
-        `finish`.
-        """
-        return None
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.

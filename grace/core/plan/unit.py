@@ -11,19 +11,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from grace.core.config.config import Method, dense_method
-from grace.core.methods.capabilities import (
-    Checking,
-    Learning,
-    Thinning,
-    Tuning,
-    proposed_fields,
-    scales,
-    subtracts_from,
-    sums,
-    written_over,
-)
+from grace.core.methods.capabilities import Learning, Thinning, Tuning, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
+from grace.core.methods.fusions import Fused, fused
 from grace.core.methods.memory import Memory
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
 from grace.core.wire.codings import PLAIN
@@ -140,30 +131,13 @@ class Assignment:
         return not (self.compressor.carries_nonfinite and self.memory.stateless)
 
     @cached_property
-    def checks(self) -> bool:
-        """True if the compressor itself finds NaN and infinity, and nothing needs to know of them earlier."""
-        checking = isinstance(self.compressor, Checking)
-        return self.guarded and checking and self.memory.stateless and not self.proposed
-
-    @cached_property
-    def sums(self) -> bool:
-        """True if the compressor can add the residual to the gradient itself."""
-        return sums(self.compressor, self.memory) and not self.proposed
-
-    @cached_property
-    def scales(self) -> bool:
-        """True if the compressor can multiply the merged gradient while it merges."""
-        return scales(self.compressor)
-
-    @cached_property
-    def subtracts_from(self) -> str | None:
-        """Key of the memory's state from which the compressor can subtract the merged gradient while it merges."""
-        return subtracts_from(self.compressor, self.memory)
-
-    @cached_property
-    def written_over(self) -> tuple[str, ...]:
-        """Keys of the memory's state that kernels may write over; none if a subclass replaces only `compensate`."""
-        return written_over(self.memory)
+    def fused(self) -> Fused:
+        """The fusions of its compressor and memory that serve it."""
+        found = fused(self.compressor, self.memory)
+        if self.proposed:
+            found = found._replace(compress_checked=None, compress_sum=None)
+        # A memory needs to know of NaN earlier.
+        return found if self.guarded and self.memory.stateless else found._replace(compress_checked=None)
 
     @cached_property
     def shows(self) -> bool:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from grace.core.config.registry import memories
 from grace.core.errors import PayloadError
-from grace.core.methods.capabilities import Checking, Negotiating, Scaling, Subtracting, Summing, Tuning
+from grace.core.methods.capabilities import Negotiating, Tuning
 from grace.core.methods.memory import wide_norm
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
-from grace.core.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State, WeightedSum
+from grace.core.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State
 from grace.core.state.states import UnitStates
 from grace.core.wire.codings import coded
 from grace.core.wire.layout import sent_bytes
@@ -101,14 +101,14 @@ class UnitStep:
             norm = wide_norm(ops, gradient) if norm is None else ops.cast(norm, "float64")
             self.site = self.site._replace(norm=norm)
         gradient, memory = ops.cast(gradient, spec.work_dtype), self.states["memory"]
-        total = unit.memory.to_add(gradient, memory, self.site) if unit.sums else None
-        over, at = unit.written_over, self.site
-        if self._owned and over:
-            at = at._replace(out=tuple(memory[key] for key in over))
-        if total is None:
+        fused, at = unit.fused, self.site
+        if self._owned and fused.overwritten:
+            at = at._replace(out=tuple(memory[key] for key in fused.overwritten))
+        made = fused.compress_sum and fused.compress_sum(unit.compressor, unit.memory, gradient, memory, at)
+        if made is None:
             self._prepare(gradient, at)
         else:
-            self._compress_sum(total, at)
+            self._take_sum(*made)
         for flag in flags:
             self.bad = ops.bit_or(self.bad, flag)
         if not self._rollback:
@@ -123,13 +123,19 @@ class UnitStep:
         if unit.memory.stateless and unit.proposed:
             # x may be the caller's own buffer, and it is still needed after this call.
             x = ops.copy(x)
-        if unit.guarded and not (unit.checks or (unit.shows and ops.runs_kernels)):
+        self.x, check = x, unit.fused.compress_checked
+        made = check and check(unit.compressor, x, self._compressing)
+        if made is not None:
+            self.payload, good = made
+            self.bad = ops.bit_not(good)
+            self._check_payload()
+            return
+        if unit.guarded and not (unit.shows and ops.runs_kernels):
             # Codecs may rely on finite input: zeros replace a bad gradient, and its flag tells the other ranks.
             self.bad = ops.bit_not(ops.finite(x) if finite is None else finite)
             if self.bad is not False:
                 good = x
-                x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
-        self.x = x
+                x = self.x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
         if unit.proposed:
             assert isinstance(unit.compressor, Negotiating)
             self.proposal = unit.compressor.propose(x, self.site)
@@ -137,14 +143,12 @@ class UnitStep:
         else:
             self.compress()
 
-    def _compress_sum(self, total: WeightedSum, at: Site) -> None:
-        """Make x and the payload in one pass at a site; zeros replace a sum that is not finite."""
+    def _take_sum(self, x: Array, payload: Payload, finite: Array) -> None:
+        """Take x and the payload, made in one pass; zeros replace an x that is not finite."""
         unit, ops, compressor = self.unit, self.site.ops, self.unit.compressor
-        assert isinstance(compressor, Summing)
         # Such a memory has no state in progress.
         self.memory = NO_STATE
-        self.x, self.payload, finite = compressor.compress_sum(total, at)
-        self.bad = ops.bit_not(finite)
+        self.x, self.payload, self.bad = x, payload, ops.bit_not(finite)
         if self.bad is not False:
             names, given = list(self.payload), [self.x, *self.payload.values()]
 
@@ -159,17 +163,15 @@ class UnitStep:
 
     def compress(self, negotiated: Array | None = None) -> None:
         """Make the payload, with what the ranks negotiated."""
-        unit, ops = self.unit, self.site.ops
         if negotiated is not None:
             self.site = self.site._replace(negotiated=negotiated)
-        at = self.site if self._place is None else self.site._replace(out=self._place)
-        if unit.checks:
-            assert isinstance(unit.compressor, Checking)
-            self.payload, finite = unit.compressor.compress_checked(self.x, at)
-            self.bad = ops.bit_not(finite)
-        else:
-            self.payload = unit.compressor.compress(self.x, at)
+        self.payload = self.unit.compressor.compress(self.x, self._compressing)
         self._check_payload()
+
+    @property
+    def _compressing(self) -> Site:
+        """The site of `compress`."""
+        return self.site if self._place is None else self.site._replace(out=self._place)
 
     def _check_payload(self) -> None:
         """Set the flag if the payload is not finite.
@@ -292,13 +294,13 @@ class UnitStep:
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
         unit, memory, ops = self.unit, self.memory, self.site.ops
-        if unit.subtracts_from is not None:
+        if unit.fused.merge_finish is not None:
             payloads, factor = _scaled(unit, payloads, factor, there)
-            if factor == 1:
-                assert isinstance(unit.compressor, Subtracting)
-                key = unit.subtracts_from
-                gradient, rest = unit.compressor.merge_subtracted(payloads, memory[key], there)
-                return gradient, 1.0, {**memory, key: rest}
+            made = (
+                unit.fused.merge_finish(unit.compressor, unit.memory, payloads, memory, there) if factor == 1 else None
+            )
+            if made is not None:
+                return made[0], 1.0, made[1]
         gradient, factor = _merged_times(unit, payloads, factor, there)
         if unit.memory.finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
@@ -402,9 +404,10 @@ class UnitStep:
 def _merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
     """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
     payloads, factor = _scaled(unit, payloads, factor, at)
-    if factor != 1 and unit.scales:
-        assert isinstance(unit.compressor, Scaling)
-        return unit.compressor.merge_scaled(payloads, factor, at), 1.0
+    if factor != 1 and unit.fused.merge_scaled is not None:
+        merged = unit.fused.merge_scaled(unit.compressor, payloads, factor, at)
+        if merged is not None:
+            return merged, 1.0
     return unit.compressor.merge(payloads, at), factor
 
 

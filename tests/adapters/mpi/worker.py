@@ -23,6 +23,7 @@ from grace import mpi
 from grace.core.compressors.topk import TopK
 from grace.core.config.registry import communicators, compressors
 from grace.core.guards import agreement, waiting
+from grace.core.memories.residual import Residual
 from grace.core.ops import get_ops
 from grace.core.plan.plan import make_plan
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Ranks
@@ -448,8 +449,8 @@ def discarded() -> dict[str, Any]:
         return "".join(digest(exchange(given(number))) for number in numbers)
 
     whole, results = run(make_exchange(spec, config), range(4)), {}
-    real = TopK.compress_sum, TopK.merge
-    for label, method in {"compress": "compress_sum", "merge": "merge", "skipped": "", "limit": ""}.items():
+    real = Residual.terms, TopK.merge
+    for label, method in {"compress": "terms", "merge": "merge", "skipped": "", "limit": ""}.items():
         exchange = make_exchange(spec, {**config, "timeout": 1 if label == "limit" else 60})
         begun, calls = run(exchange, range(2)), []
 
@@ -459,7 +460,8 @@ def discarded() -> dict[str, Any]:
                 raise ZeroDivisionError("for this test")
             return real[m == "merge"](*arguments)
 
-        method_fails = mock.patch.object(TopK, method or "compress_sum", fail if method else real[0])
+        owner = TopK if method == "merge" else Residual
+        method_fails = mock.patch.object(owner, method or "terms", fail if method else real[0])
         with method_fails, mock.patch.object(mpi.transport, "NOTES_SECONDS", 0.5):
             skips = not method and last
             error = "" if skips else outcome(lambda e=exchange: e(given(9)))

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import grace.torch
-from grace.core.compressors.topk import TopK
+from grace.core.memories.residual import Residual
 from grace.core.plan.unit import offsets
 from grace.torch.model import is_registered
 from tests.adapters.torch.launched import GROUPS, mean, my_rank
@@ -911,7 +911,7 @@ def failed_by_ddp() -> dict[str, Any]:
     bad = [not torch.isfinite(p.grad).all() for p in model.parameters()]
     results["nan"] = {"everywhere": all(bad), "states kept": states_of(exchange) == before}
 
-    real = TopK.compress_sum
+    real = Residual.terms
     before = states_of(exchange)
 
     def fail(*arguments: Any) -> Any:
@@ -923,7 +923,7 @@ def failed_by_ddp() -> dict[str, Any]:
         ddp.zero_grad()
         F.cross_entropy(ddp(x), y).backward()
 
-    with mock.patch.object(TopK, "compress_sum", fail):
+    with mock.patch.object(Residual, "terms", fail):
         results["failed"] = outcome(backward)
     results["refused"] = outcome(backward)
     exchange.discard()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import grace.torch
 from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
+from grace.core.memories.residual import Residual
 from tests.adapters.torch.launched import GROUPS, Group, barrier, by_torchrun, everyone, my_rank, transport_of
 from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, train, wrap
 
@@ -87,8 +88,8 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.2, "check_replicas": 2}
 POWERSGD = {"compressor": "powersgd", "compress_rank": 2, "check_replicas": 1}
 ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
     # Dense tensors, which Horovod exchanges, are on their way as well.
-    "compress, others wait": ({**TOPK, **LAYERS, "timeout": SHORT}, failing(TopK, "compress_sum", (1,), 2)),
-    "compress": ({**TOPK, **LAYERS}, failing(TopK, "compress_sum", (1,), 1, step=False)),
+    "compress, others wait": ({**TOPK, **LAYERS, "timeout": SHORT}, failing(Residual, "terms", (1,), 2)),
+    "compress": ({**TOPK, **LAYERS}, failing(Residual, "terms", (1,), 1, step=False)),
     "merge": ({**TOPK, **LAYERS}, failing(TopK, "merge", (0, 1, 2, 3), 2)),
     "merge, one rank": ({**TOPK, **LAYERS}, completed_but_on_rank_1),
     "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "propose", (0,), 2, step=False)),
@@ -192,7 +193,7 @@ def discarded_with_options() -> dict[str, Any]:
                 if interrupted and number == 2:
                     optimizer.zero_grad()
                     # Rank 0 is in discard() meanwhile, and must not have closed the connections.
-                    with mock.patch.object(TopK, "compress_sum", _slow(TopK.compress_sum)):
+                    with mock.patch.object(Residual, "terms", _slow(Residual.terms)):
                         for _ in range(passes if my_rank() else 0):
                             go(model, optimizer, 9)
                     if label == "local" and my_rank():

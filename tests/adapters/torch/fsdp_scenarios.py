@@ -21,8 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 import grace.torch
-from grace.core.compressors.topk import TopK
 from grace.core.errors import GraceWarning
+from grace.core.memories.residual import Residual
 from grace.core.plan.unit import offsets
 from grace.torch.distributed import ExchangeState
 from tests.adapters.torch.launched import my_rank, world_size
@@ -415,7 +415,7 @@ def mismatched_by_fsdp() -> str:
 
 def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[str]:
     """Fail on the first rank in the second module; return the error, and that of another attempt."""
-    real, calls = TopK.compress_sum, itertools.count()
+    real, calls = Residual.terms, itertools.count()
 
     def fail(*arguments: Any) -> Any:
         # The first module has a unit for each rank.
@@ -423,7 +423,7 @@ def failing_step(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> list[s
             raise ZeroDivisionError("for this test")
         return real(*arguments)
 
-    with mock.patch.object(TopK, "compress_sum", fail):
+    with mock.patch.object(Residual, "terms", fail):
         first = outcome(lambda: backward(model, batch))
     model.reset_iter_state()
     return [first, outcome(lambda: backward(model, batch))]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core.codecs.sums import sum_top
+from grace.core.codecs.sums import FEEDBACK, Feedback, sum_top
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Summing, Thinning
+from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.methods.fusions import compress_sum
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
 @compressors.register(
@@ -23,7 +24,7 @@ from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
     ),
 )
 @dataclass(frozen=True)
-class RTopK(Sparsifier, Summing, Thinning):
+class RTopK(Sparsifier, Thinning):
     r"""Random top-k (rTop-k): k elements drawn at random among the r of largest magnitude.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K \subset R \;\text{random}, \; |K| = k, \; R: \text{the $r$ largest}
@@ -59,17 +60,23 @@ class RTopK(Sparsifier, Summing, Thinning):
         return Field("values", spec.work_dtype, k), Field("indices", "int32", k, below=spec.numel)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return self._chosen(*at.ops.sparsify(x, self._largest(at)), at)
+        return self.chosen(*at.ops.sparsify(x, self.largest(at)), at)
 
-    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_top(at.ops, *total, self._largest(at), at.out)
-        return x, self._chosen(values, indices, at), finite
-
-    def _largest(self, at: Site) -> int:
+    def largest(self, at: Site) -> int:
         """Return r."""
         return min(at.spec.numel, int(self.spread * keep_count(self.compress_ratio, at.spec.numel)))
 
-    def _chosen(self, values: Array, indices: Array, at: Site) -> Payload:
-        ops, r, k = at.ops, self._largest(at), keep_count(self.compress_ratio, at.spec.numel)
+    def chosen(self, values: Array, indices: Array, at: Site) -> Payload:
+        """Return the payload of k of the r largest."""
+        ops, r, k = at.ops, self.largest(at), keep_count(self.compress_ratio, at.spec.numel)
         chosen = ops.cast(ops.sort(ops.sample(r, k, at.private_key)), "int32")
         return {"values": ops.gather(values, chosen), "indices": ops.gather(indices, chosen)}
+
+
+@compress_sum.of(RTopK, FEEDBACK)
+def _(compressor: RTopK, memory: Feedback, grad: Array, state: State, at: Site) -> tuple[Array, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None:
+        return None
+    x, finite, values, indices = sum_top(at.ops, *terms, compressor.largest(at), at.out)
+    return x, compressor.chosen(values, indices, at), finite

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.core.codecs.sums import sum_select
+from grace.core.codecs.sums import FEEDBACK, Feedback, sum_select
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Selecting, Summing
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec, WeightedSum
+from grace.core.methods.fusions import compress_sum
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
 
 
 @compressors.register(
     "strom", About(family="hybrid", adam=True, tests=[{"threshold": 0.5}], digits=Setting(options={"threshold": 0.02}))
 )
 @dataclass(frozen=True)
-class Strom(Compressor, Selecting, Summing):
+class Strom(Compressor, Selecting):
     r"""Strom's threshold: plus or minus tau for every element beyond it, one word of 32 bits each.
 
     Formula: C(x)_i = \tau \, \mathrm{sign}(x_i) \, 1_{|x_i| > \tau}
@@ -63,14 +65,7 @@ class Strom(Compressor, Selecting, Summing):
         return (Field("words", "int32", "sent"),)
 
     def compress(self, x: Array, at: Site) -> Payload:
-        return self._words(*at.ops.select(x, self.threshold, strict=True), at)
-
-    def compress_sum(self, total: WeightedSum, at: Site) -> tuple[Array, Payload, Array]:
-        x, finite, values, indices = sum_select(at.ops, *total, self.threshold, strict=True, out=at.out)
-        return x, self._words(values, indices, at), finite
-
-    def _words(self, values: Array, indices: Array, at: Site) -> Payload:
-        return {"words": at.ops.where(values < 0, -1 - indices, indices)}
+        return {"words": words_of(at.ops, *at.ops.select(x, self.threshold, strict=True))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
         return self.merge([payload], at)
@@ -91,3 +86,17 @@ class Strom(Compressor, Selecting, Summing):
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         return at.ops.put_(x, self._read(payload, at, 1.0)[1], 0.0)
+
+
+def words_of(ops: ArrayOps, values: Array, indices: Array) -> Array:
+    """Return the words of selected elements."""
+    return ops.where(values < 0, -1 - indices, indices)
+
+
+@compress_sum.of(Strom, FEEDBACK)
+def _(compressor: Strom, memory: Feedback, grad: Array, state: State, at: Site) -> tuple[Array, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None:
+        return None
+    x, finite, values, indices = sum_select(at.ops, *terms, compressor.threshold, strict=True, out=at.out)
+    return x, {"words": words_of(at.ops, values, indices)}, finite
