@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torch")
 PAGE = ROOT / "docs" / "extend" / "compressor.md"
 

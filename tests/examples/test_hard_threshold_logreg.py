@@ -17,7 +17,8 @@ from sklearn.datasets import dump_svmlight_file
 
 from tests.support.launch import ROOT, command
 
-pytestmark = pytest.mark.first
+# The runs of the example take long, and use nothing of grace that other tests do not.
+pytestmark = [pytest.mark.slow, pytest.mark.first]
 SCRIPT = ROOT / "examples" / "hard_threshold_logreg.py"
 WORKERS, FEATURES = 10, 200
 
