@@ -126,21 +126,17 @@ def traffic(monkeypatch):
     from grace.testing.harness import host
 
     sent: dict[int, dict[str, int]] = {}
+    start = SimulatedTransport.start
 
-    def spy(kind):
-        original = getattr(SimulatedTransport, kind)
+    def watched(self, collective, name):
+        kind, parts = collective.kind, collective.buffers
+        if kind != "broadcast" or collective.root == self.rank:
+            leaving = [other for i, other in enumerate(parts) if i != self.rank] if kind == "alltoall" else parts
+            mine = sent.setdefault(self.rank, {})
+            mine[kind] = mine.get(kind, 0) + sum(host(self._ops, x).nbytes for x in leaving)
+        return start(self, collective, name)
 
-        def call(self, x, **options):
-            if options.get("root", self.rank) == self.rank:
-                leaving = [other for i, other in enumerate(x) if i != self.rank] if kind == "alltoall" else [x]
-                mine = sent.setdefault(self.rank, {})
-                mine[kind] = mine.get(kind, 0) + sum(host(self._ops, x).nbytes for x in leaving)
-            return original(self, x, **options)
-
-        monkeypatch.setattr(SimulatedTransport, kind, call)
-
-    for kind in ("allreduce", "allgather", "alltoall", "broadcast"):
-        spy(kind)
+    monkeypatch.setattr(SimulatedTransport, "start", watched)
     return sent
 
 
@@ -150,19 +146,18 @@ def crossed(monkeypatch):
     from grace.core.session.simulation import SimulatedTransport
 
     words: dict[int, float] = {}
+    start = SimulatedTransport.start
+    shares = {
+        "alltoall": lambda at, c: sum(x.nbytes for rank, x in enumerate(c.buffers) if rank != at.rank),
+        "allreduce": lambda at, c: 2 * (at.size - 1) / at.size * c.buffers[0].nbytes,
+        # Each rank passes on what it gets, except the last.
+        "allgather": lambda at, c: (at.size - 1) * c.buffers[0].nbytes,
+        "broadcast": lambda at, c: (at.size - 1) * c.buffers[0].nbytes if at.rank == c.root else 0,
+    }
 
-    def count(name, share):
-        original = getattr(SimulatedTransport, name)
+    def counted(self, collective, name):
+        words[self.rank] = words.get(self.rank, 0.0) + shares[collective.kind](self, collective) / 4
+        return start(self, collective, name)
 
-        def counted(self, x, **options):
-            words[self.rank] = words.get(self.rank, 0.0) + share(self, x, **options) / 4
-            return original(self, x, **options)
-
-        monkeypatch.setattr(SimulatedTransport, name, counted)
-
-    count("alltoall", lambda at, xs, **_: sum(x.nbytes for rank, x in enumerate(xs) if rank != at.rank))
-    count("allreduce", lambda at, x, **_: 2 * (at.size - 1) / at.size * x.nbytes)
-    # Each rank passes on what it gets, except the last.
-    count("allgather", lambda at, x, **_: (at.size - 1) * x.nbytes)
-    count("broadcast", lambda at, x, root, **_: (at.size - 1) * x.nbytes if at.rank == root else 0)
+    monkeypatch.setattr(SimulatedTransport, "start", counted)
     return words

@@ -133,22 +133,18 @@ def _simulated(config: grace.Config, parts: Any, merged: list[dict[str, np.ndarr
 def spy(transport: mpi.MPITransport) -> list[int]:
     """Record the bytes of every array passed to a collective from now on, except for comparisons of replicas."""
     sent: list[int] = []
+    start = transport.start
 
-    def watch(kind: str) -> None:
-        real = getattr(transport, kind)
-
-        def call(x: Any, **options: Any) -> Any:
-            if options["name"].endswith("/replicas"):
-                return real(x, **options)
-            leaving = [x] if kind != "alltoall" else [*x[:RANK], *x[RANK + 1 :]]
+    def watched(collective: Any, name: str) -> Any:
+        if not name.endswith("/replicas"):
+            parts = collective.buffers
+            leaving = parts if collective.kind != "alltoall" else [*parts[:RANK], *parts[RANK + 1 :]]
             # Only one of the broadcasts sends the rank's own data.
-            sent.append(sum(part.nbytes for part in leaving) if options.get("root", RANK) == RANK else 0)
-            return real(x, **options)
+            mine = collective.kind != "broadcast" or collective.root == RANK
+            sent.append(sum(part.nbytes for part in leaving) if mine else 0)
+        return start(collective, name)
 
-        setattr(transport, kind, call)
-
-    for kind in ("allreduce", "allgather", "alltoall", "broadcast"):
-        watch(kind)
+    transport.start = watched
     return sent
 
 

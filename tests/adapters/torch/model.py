@@ -94,26 +94,21 @@ def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int =
 def spy(optimizer: Any, *, comparisons: bool = False) -> Iterator[list[tuple[str, int]]]:
     """Record the name and bytes of each collective that this rank starts; `comparisons`: those of replicas as well."""
     transport, sent = optimizer.grace.run.transport, []
-    originals = {kind: getattr(transport, kind) for kind in ("allreduce", "allgather", "alltoall", "broadcast")}
+    start = transport.start
 
-    def watch(kind: str) -> Callable[..., Any]:
-        def call(x: Any, **arguments: Any) -> Any:
-            if arguments["name"].endswith("/replicas") and not comparisons:
-                return originals[kind](x, **arguments)
-            if kind != "broadcast" or arguments["root"] == transport.rank:
-                leaving = [x] if kind != "alltoall" else [*x[: transport.rank], *x[transport.rank + 1 :]]
-                sent.append((arguments["name"], sum(part.numel() * part.element_size() for part in leaving)))
-            return originals[kind](x, **arguments)
+    def watched(collective: Any, name: str) -> Any:
+        mine = collective.kind != "broadcast" or collective.root == transport.rank
+        if mine and (comparisons or not name.endswith("/replicas")):
+            parts, rank = collective.buffers, transport.rank
+            leaving = parts if collective.kind != "alltoall" else [*parts[:rank], *parts[rank + 1 :]]
+            sent.append((name, sum(part.numel() * part.element_size() for part in leaving)))
+        return start(collective, name)
 
-        return call
-
-    for kind in originals:
-        setattr(transport, kind, watch(kind))
+    transport.start = watched
     try:
         yield sent
     finally:
-        for kind in originals:
-            delattr(transport, kind)
+        del transport.start
 
 
 def flat(states: dict[str, Any] | None) -> str:
