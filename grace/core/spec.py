@@ -187,8 +187,8 @@ class Site(NamedTuple):
     """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
 
     For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
-    the learning rate of this step, for memories with `needs_lr`. `norm` is the norm of this rank's gradients of all
-    tensors together, for memories with `needs_norm`. Both are 0-d float64 arrays.
+    the learning rate of this step, for memories that need "lr". `norm` is the norm of this rank's gradients of all
+    tensors together, for memories that need "norm". Both are 0-d float64 arrays.
 
     `out` is an array that the result of this call may be written to, flat: pass it to one operation that makes an array
     of its dtype and length, as `out=at.out`. For `compress` it is a place for the longest field of the payload, for

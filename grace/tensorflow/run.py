@@ -93,14 +93,14 @@ class VariableRun:
 
         # All ranks make the same variables, also for what only one of them keeps.
         stage = Stage(first, plan, initial_states(plan, tensorflow_ops, self._seed, rank=None), make)
-        shared = {unit.spec.name for unit in plan.units if unit.memory.shared}
+        shared = {unit.spec.name for unit in plan.units if unit.memory.across_ranks == "equal"}
         self._own |= {
             state.name: state.variable
             for unit, states in stage.variables.items()
             for state in states["memory"].values()
             if unit not in shared
         }
-        self._joint |= {unit.memory for unit in plan.stateful.values() if unit.memory.joint}
+        self._joint |= {unit.memory for unit in plan.stateful.values() if unit.memory.across_ranks == "joint"}
         self._stages.append(stage)
         return stage
 
@@ -200,7 +200,7 @@ class VariableRun:
     def reset_memories(self) -> None:
         """Let the memories of this rank start anew."""
         stage = self.stage
-        units = [unit for unit in stage.plan.stateful.values() if not unit.memory.shared]
+        units = [unit for unit in stage.plan.stateful.values() if unit.memory.across_ranks != "equal"]
         stage.write({unit.spec.name: {"memory": self._fresh(unit)["memory"]} for unit in units})
         self.origin.assign(self.place)
 

@@ -13,7 +13,7 @@ from grace.core.config.registry import compressors, fields_of
 from grace.core.config.schedule import ladder
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.methods.capabilities import Thinning
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, holds_residual
 from grace.core.ops import get_ops
 from grace.core.spec import TensorSpec
 
@@ -114,7 +114,7 @@ def test_no_residual_is_lost(change, framework):
         received += np.asarray(sim.step(mine)[0]["w"], np.float64)
         item = sim.plan.assignments[0]
         held = 0.0
-        if item.memory.holds_residual:
+        if holds_residual(item.memory):
             kept = [np.asarray(e.state_dict()["tensors"]["w"]["memory"]["residual"]) for e in sim.runs]
             held = sum(k.astype(np.float64) for k in kept).reshape(SHAPE) / 2 / item.memory.residual_scale
         assert np.abs(given - received - held).max() < 1e-4, step

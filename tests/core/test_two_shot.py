@@ -44,7 +44,7 @@ def _serves(compressor):
 CHOSEN = {
     name: dataclasses.replace(method, communicator=TwoShot())
     for name, method in TYPICAL.items()
-    if _serves(method.compressor) and not method.memory.whole
+    if _serves(method.compressor) and "tensor" not in method.memory.needs
 }
 CORRECTED = memories.make({"name": "residual", "lr_correction": True})
 METHODS_OF_MEANS = {

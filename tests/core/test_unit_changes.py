@@ -13,6 +13,7 @@ import pytest
 from grace.core.config.config import make_config
 from grace.core.config.registry import compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError, MismatchError, StateError
+from grace.core.methods.memory import holds_residual
 from grace.core.plan.plan import next_plan
 from grace.core.session.simulation import Simulation, poll_all
 from grace.core.spec import Ranks
@@ -95,7 +96,7 @@ def test_another_method_does_not_begin_with_a_state_that_happens_to_fit():
         assert np.array_equal(made["q"], expected["q"])
 
 
-WITHOUT_RESIDUAL = [name for name, memory in memories.ready() if not memory.holds_residual]
+WITHOUT_RESIDUAL = [name for name, memory in memories.ready() if not holds_residual(memory)]
 
 
 @each(
@@ -122,7 +123,7 @@ def test_a_method_without_a_residual_sends_the_one_before_once(memory, way, cut,
             sim.change(**to)
     except IncompatibleError:
         pytest.skip("the communicator does not serve the memory")
-    assert {unit.memory.holds_residual for unit in sim.plan.units} == {True}
+    assert {holds_residual(unit.memory) for unit in sim.plan.units} == {True}
     received = {spec.name: 0.0 for spec in specs}
     for _ in range(40):
         zeros = [{name: x * 0 for name, x in mine.items()} for mine in gradients(sim, 0)]

@@ -64,7 +64,7 @@ class Reference:
         flat = [
             ops.cast(ops.reshape(gradients[item.spec.name], (-1,)), "float64")
             for item in self.items
-            if item.memory.needs_norm
+            if "norm" in item.memory.needs
         ]
         return ops.norm(ops.stack([ops.norm(x) for x in flat], axis=0)) if flat else None
 
@@ -82,7 +82,7 @@ class Reference:
                 size=self.size,
                 state=states["compressor"],
                 lr=ops.full(1, lr, "float64")[0],
-                norm=norms[rank] if item.memory.needs_norm else None,
+                norm=norms[rank] if "norm" in item.memory.needs else None,
             )
             flat = ops.copy(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype))
             x, memory_state, _ = item.memory.compensate(flat, states["memory"], site)

@@ -138,9 +138,9 @@ def _obstacle(communicator: Communicator, method: Method) -> str | None:
             return "the ranks vote, and a tie has no sign to send on"
         if method.compressor.absolute:
             return "its threshold is that of a gradient, and the mean of all ranks is smaller"
-        if method.memory.joint:
+        if method.memory.across_ranks == "joint":
             return "the memory must receive the mean of what all ranks have sent"
-        if method.memory.whole:
+        if "tensor" in method.memory.needs:
             return "the memory needs whole tensors"
         if obstacle := communicator.obstacle(method.compressor):
             return obstacle

@@ -67,7 +67,7 @@ class Hierarchical(Communicator):
         return _why_not_between(compressor) or _why_not_within(self._within) or self._between.obstacle(compressor)
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if memory.needs_norm:
+        if "norm" in memory.needs:
             return (
                 "limits the norm of all gradients of a rank; this communicator compresses the mean of a node, shard by "
                 'shard. Set clipping_norm = "tensor"'

@@ -46,11 +46,11 @@ class ReduceScatter(Communicator):
         return None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if memory.joint or memory.finishes:
+        if memory.across_ranks == "joint" or memory.finishes:
             return "follows the mean of what all ranks have sent, and a rank gets only its own parts of the mean"
-        if memory.whole:
+        if "tensor" in memory.needs:
             return "needs the norm of a whole tensor, and shards are compressed one by one"
-        if memory.needs_lr:
+        if "lr" in memory.needs:
             return "corrects for the learning rate, which a model does not know"
         return None
 

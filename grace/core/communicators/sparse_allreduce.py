@@ -73,7 +73,7 @@ class SparseAllreduce(Communicator):
         return None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if memory.joint:
+        if memory.across_ranks == "joint":
             return "must receive the mean of what all ranks have sent; this communicator drops a part of it"
         return None
 

@@ -63,12 +63,12 @@ class TwoShot(Communicator):
         there = self.shard_memory
         if there is None:
             return
-        if there.whole or there.needs_norm:
+        if "tensor" in there.needs or "norm" in there.needs:
             raise IncompatibleError(
                 f"communicator 'two_shot': shard_memory {there} needs the norm of whole tensors or of all gradients, "
                 "and the owner of a shard knows neither. Valid: residual, none."
             )
-        if there.finishes or there.joint or there.gain != 1:
+        if there.finishes or there.across_ranks == "joint" or there.gain != 1:
             raise IncompatibleError(
                 f"communicator 'two_shot': shard_memory {there} changes the gradient after it was merged, and the "
                 "owner of a shard sends it on before. Valid: residual, none."
@@ -78,7 +78,7 @@ class TwoShot(Communicator):
         return _why_not_first(compressor) or why_not_second(self.second or compressor)
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if memory.joint and memory.at_owner is None:
+        if memory.across_ranks == "joint" and memory.at_owner is None:
             return "must receive the mean of what all ranks have sent; this communicator compresses it again"
         if memory.at_owner is not None and self.shard_memory is not None:
             return (
@@ -90,7 +90,7 @@ class TwoShot(Communicator):
                 f"feeds back what the merged gradient lacks, and shard_memory {self.shard_memory} would feed back a "
                 "part of it again: leave shard_memory out"
             )
-        if self.shard_memory is not None and self.shard_memory.needs_lr and not memory.needs_lr:
+        if self.shard_memory is not None and "lr" in self.shard_memory.needs and "lr" not in memory.needs:
             # Tensors are joined unless their memory needs the learning rate, and a unit has only one.
             return (
                 f"does not correct for the learning rate, while shard_memory {self.shard_memory} does: "

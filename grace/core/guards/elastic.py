@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Meeting
+from grace.core.methods.memory import holds_residual
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
@@ -24,8 +25,10 @@ def refusal_of_process_sets(where: str) -> ConfigError:
 def check_plan(plan: Plan, where: str) -> None:
     """Raise ConfigError if a memory cannot go on with other ranks when one of them is gone."""
     for unit in plan.units:
-        keeps = [each.memory for each in unit.chain if each.memory.holds_residual]
-        if any(each.memory.joint for each in (unit, *unit.chain)) or (keeps and not unit.memory.holds_residual):
+        keeps = [each.memory for each in unit.chain if holds_residual(each.memory)]
+        if any(each.memory.across_ranks == "joint" for each in (unit, *unit.chain)) or (
+            keeps and not holds_residual(unit.memory)
+        ):
             raise ConfigError(
                 f"{where}: in elastic mode, every rank must keep a residual of its own, and no state of others; "
                 f"{unit.memory} with the communicator {unit.communicator} does not. Valid memories are for instance "

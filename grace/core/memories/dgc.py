@@ -58,7 +58,7 @@ class DGCMemory(Memory):
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory dgc: momentum must lie in [0, 1), received {self.momentum!r}.")
         check_clipping("dgc", self.gradient_clipping)
-        if self.needs_norm and self.gradient_clipping is None:
+        if self.clipping_norm == "all" and self.gradient_clipping is None:
             raise ConfigError(
                 'memory dgc: clipping_norm = "all" says whose norm is limited; set gradient_clipping to its bound.'
             )
@@ -74,13 +74,11 @@ class DGCMemory(Memory):
     def accelerates(self) -> bool:
         return self.momentum > 0
 
-    @property
-    def whole(self) -> bool:
-        return self.gradient_clipping is not None and not self.needs_norm
-
     @cached_property
-    def needs_norm(self) -> bool:
-        return self.clipping_norm == "all"
+    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
+        if self.clipping_norm == "all":
+            return ("norm",)
+        return ("tensor",) if self.gradient_clipping is not None else ()
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}

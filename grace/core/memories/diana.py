@@ -35,7 +35,7 @@ class Diana(Memory):
 
     feeds_back = False
     finishes = True
-    joint = True
+    across_ranks = "joint"
 
     def __post_init__(self) -> None:
         check_alpha("diana", self.alpha)

@@ -44,8 +44,7 @@ class Dore(Memory):
     eta: float = 1.0
 
     feeds_back = False
-    holds_residual = True
-    joint = True
+    across_ranks = "joint"
 
     def __post_init__(self) -> None:
         check_alpha("dore", self.alpha)
@@ -91,7 +90,7 @@ class DoreMean(Memory):
     alpha: float = 0.1
     eta: float = 1.0
 
-    joint = True
+    across_ranks = "joint"
 
     def __post_init__(self) -> None:
         check_alpha("dore_mean", self.alpha)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from grace.core.config.registry import About, memories
 from grace.core.methods.compressor import Compressor
@@ -27,7 +28,6 @@ class Leftover(Memory):
     then: Memory = "none"  # type: ignore[assignment]
 
     feeds_back = False
-    holds_residual = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "then", memories.make(self.then))
@@ -37,9 +37,9 @@ class Leftover(Memory):
         return self.then.finishes
 
     @property
-    def joint(self) -> bool:
-        # A residual is not shared. So a rank cannot load the whole state of another one.
-        return self.then.joint or self.then.shared
+    def across_ranks(self) -> Literal["apart", "joint"]:
+        # A residual is not equal on all ranks. So a rank cannot load the whole state of another one.
+        return "apart" if self.then.across_ranks == "apart" else "joint"
 
     @property
     def at_owner(self) -> Memory | None:
@@ -54,20 +54,12 @@ class Leftover(Memory):
         return self.then.gain
 
     @property
-    def needs_lr(self) -> bool:
-        return self.then.needs_lr
-
-    @property
-    def needs_norm(self) -> bool:
-        return self.then.needs_norm
+    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
+        return self.then.needs
 
     @property
     def accelerates(self) -> bool:
         return self.then.accelerates
-
-    @property
-    def whole(self) -> bool:
-        return self.then.whole
 
     def check(self, compressor: Compressor) -> None:
         self.then.check(compressor)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
@@ -46,13 +48,10 @@ class Residual(Memory):
             raise ConfigError(f"memory residual: gamma must be positive, received {self.gamma!r}.")
         check_clipping("residual", self.gradient_clipping)
 
-    @property
-    def needs_lr(self) -> bool:
-        return self.lr_correction
-
-    @property
-    def whole(self) -> bool:
-        return self.gradient_clipping is not None
+    @cached_property
+    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
+        lr: tuple[Literal["lr"], ...] = ("lr",) if self.lr_correction else ()
+        return (*lr, "tensor") if self.gradient_clipping is not None else lr
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}

@@ -35,7 +35,7 @@ class SVRG(Memory):
     period: int = 100
 
     feeds_back = False
-    shared = True
+    across_ranks = "equal"
 
     def __post_init__(self) -> None:
         if self.period < 1:

@@ -68,7 +68,7 @@ class Communicator:
 
         By default every rank merges, so a memory that follows the mean must do so in `finish`.
         """
-        if memory.joint and not memory.finishes:
+        if memory.across_ranks == "joint" and not memory.finishes:
             return "needs one rank that owns each mean; here every rank merges"
         return None
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
@@ -45,29 +46,20 @@ class Memory(ABC):
         """
         return not self.stateless
 
-    @property
-    def holds_residual(self) -> bool:
-        """True if the memory may hold a residual, which a change of the plan must not lose."""
-        return bool(self.feeds_back)
-
     @cached_property
     def finishes(self) -> bool:
         """True if `finish` is defined, so that the new state is known only with the merged gradient."""
         return False
 
     @property
-    def shared(self) -> bool:
-        """True if the state is equal on all ranks, so that a rank can load it from another rank's checkpoint."""
-        return False
+    def across_ranks(self) -> Literal["apart", "equal", "joint"]:
+        """Relation of the states of all ranks.
 
-    @property
-    def joint(self) -> bool:
-        """True if the states of all ranks belong together: they follow the mean of what all ranks have sent.
-
-        No rank can start from zero alone. Where every rank merges, `finish` follows the mean; where one rank owns it,
-        `at_owner` does.
+        They are "equal" if a rank can load the state from another rank's checkpoint. They are "joint" if they belong
+        together because they follow the mean of what all ranks have sent, so that no rank can start from zero alone.
+        Where every rank merges, `finish` follows the mean; where one rank owns it, `at_owner` does.
         """
-        return False
+        return "apart"
 
     @property
     def at_owner(self) -> Memory | None:
@@ -94,26 +86,18 @@ class Memory(ABC):
         return 1.0
 
     @cached_property
-    def needs_lr(self) -> bool:
-        """True if the memory reads `Site.lr`; its tensors are not joined. Optimizers know it, tapes do not."""
-        return False
+    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
+        """What the memory needs beside a gradient and its state (default: nothing).
 
-    @cached_property
-    def needs_norm(self) -> bool:
-        """True if the memory reads `Site.norm`: no tensor of such a memory is compressed before the last one is ready.
-
-        It is the norm of this rank's gradients of all these tensors together.
+        "lr" is `Site.lr`, which optimizers know and tapes do not; its tensors are not joined. "norm" is `Site.norm`,
+        the norm of this rank's gradients of all these tensors together, so none of them is compressed before the last
+        one is ready. "tensor" is the tensor as a whole, for instance its norm; it is then neither cut nor joined.
         """
-        return False
+        return ()
 
     @property
     def accelerates(self) -> bool:
         """True if the memory holds momentum, so that the optimizer should have none."""
-        return False
-
-    @property
-    def whole(self) -> bool:
-        """True if a norm of the whole tensor matters; the tensor is then neither cut nor joined."""
         return False
 
     def check(self, compressor: Compressor) -> None:
@@ -141,6 +125,12 @@ class Memory(ABC):
         The state keeps copies: the merged gradient may lie where the optimizer will change it.
         """
         return merged, state
+
+
+@cache
+def holds_residual(memory: Memory) -> bool:
+    """Return whether the state of a memory has a residual, which a change of the plan must not lose."""
+    return "residual" in memory.init(TensorSpec("", (1,)), NumpyOps())
 
 
 def check_clipping(name: str, bound: float | None) -> None:

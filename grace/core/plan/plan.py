@@ -13,6 +13,7 @@ from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import holds_residual
 from grace.core.observe.table import align
 from grace.core.plan.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
@@ -75,7 +76,7 @@ class Plan:
     @cached_property
     def needing_norm(self) -> frozenset[str]:
         """The tensors whose memories need the norm of all their gradients together."""
-        return frozenset(item.spec.name for item in self.exchanged if item.memory.needs_norm)
+        return frozenset(item.spec.name for item in self.exchanged if "norm" in item.memory.needs)
 
     @cached_property
     def places(self) -> dict[str, list[tuple[Unit, int, Piece]]]:
@@ -102,11 +103,11 @@ class Plan:
     @property
     def holding(self) -> frozenset[str]:
         """Tensors of which a rank may hold a residual: of its own gradient, or of a mean that it owns."""
-        own = (item.spec.name for item in self.assignments if item.memory.holds_residual)
+        own = (item.spec.name for item in self.assignments if holds_residual(item.memory))
         of_means = (
             piece.tensor
             for unit in self.units
-            if any(other.memory.holds_residual for other in unit.chain)
+            if any(holds_residual(other.memory) for other in unit.chain)
             for piece in unit.pieces
         )
         return frozenset((*own, *of_means))
@@ -370,7 +371,7 @@ def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
 def _loses(method: Method) -> str | None:
     """Return what is lost without error feedback, if the compressor has it by default."""
     # A joint memory sends differences from what was sent before, so what is missing is in the next one.
-    keeps = method.memory.feeds_back or method.memory.joint
+    keeps = method.memory.feeds_back or method.memory.across_ranks == "joint"
     if keeps or not memories.make(method.compressor.default_memory).feeds_back:
         return None
     return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
@@ -464,10 +465,10 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
             "Valid memories: residual, none."
         )
     method.check_memory()
-    if holding and not method.memory.holds_residual:
+    if holding and not holds_residual(method.memory):
         method = dataclasses.replace(method, memory=memories.make({"name": "leftover", "then": method.memory}))
     method.coding.check(method.compressor.wire(spec), method.compressor)
-    if modules and method.memory.needs_norm:
+    if modules and "norm" in method.memory.needs:
         raise IncompatibleError(
             f"the modules of a sharded model are exchanged one by one, and {method.memory} needs the norm of all "
             'their gradients. Leave clipping_norm = "all" out.'

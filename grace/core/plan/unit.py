@@ -118,12 +118,12 @@ class Assignment:
     @property
     def flat(self) -> bool:
         """True if it may be cut."""
-        return self.compressor.flat and not self.memory.whole
+        return self.compressor.flat and "tensor" not in self.memory.needs
 
     @property
     def joins(self) -> bool:
         """True if it may be joined with others, whose learning rates may differ."""
-        return self.flat and self.compressor.joins and not self.memory.needs_lr
+        return self.flat and self.compressor.joins and "lr" not in self.memory.needs
 
     @cached_property
     def guarded(self) -> bool:

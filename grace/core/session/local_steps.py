@@ -31,7 +31,7 @@ def check_local_steps(
             "gradient_predivide_factor have no effect; leave them out. To accumulate gradients, call step() after "
             "several backward passes."
         )
-    needing = [stage.method.memory for _, stage in config.stages if stage.method.memory.needs_lr]
+    needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
     if needing:
         raise ConfigError(
             f"{where}: with local_steps the residual already includes the learning rate, and {needing[0]} would "

@@ -60,9 +60,9 @@ def load_units(
         check_entry(name, unit, saved[name], {kind: now[kind] if kind in kinds else None for kind in now})
         there = ops(unit.spec.device)
         loaded = {kind: convert_state(name, saved[name][kind], now[kind], convert, there) for kind in kinds}
-        if initial is not None and unit.memory.joint and not resized:
+        if initial is not None and unit.memory.across_ranks == "joint" and not resized:
             raise alone(unit.memory)
-        if initial is not None and not unit.memory.shared:
+        if initial is not None and unit.memory.across_ranks != "equal":
             loaded["memory"] = initial(unit)["memory"]
         new[name] = loaded
     return new

@@ -217,14 +217,14 @@ class Run:
         for now in self._states.values():
             for unit in now.plan.units:
                 for kind, state in now.units[unit.spec.name].items():
-                    if kind == "compressor" or unit.memory.shared:
+                    if kind == "compressor" or unit.memory.across_ranks == "equal":
                         found |= {f"{key} of the {kind} of {unit.spec.name}": value for key, value in state.items()}
         return found
 
     def memories(self) -> dict[str, State]:
         """Return the states of the memories that may differ between ranks, by unit."""
         stateful, units = self.plan.stateful, self.units
-        return {name: units[name]["memory"] for name, unit in stateful.items() if not unit.memory.shared}
+        return {name: units[name]["memory"] for name, unit in stateful.items() if unit.memory.across_ranks != "equal"}
 
     def put_memories(self, memories_of: Mapping[str, State]) -> None:
         """Write the result of `memories`."""

@@ -165,7 +165,7 @@ class Step:
         check_lr(item, lr)
         self._times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
-            if unit.memory.needs_norm:
+            if "norm" in unit.memory.needs:
                 self._until_norm.append((unit, flat, lr))
             else:
                 self._begin_unit(unit, flat, lr)
@@ -406,7 +406,7 @@ class Step:
 
 def check_lr(item: Assignment, lr: Any) -> None:
     """Raise StepError if the memory of a tensor needs the learning rate and there is none."""
-    if item.memory.needs_lr and lr is None:
+    if "lr" in item.memory.needs and lr is None:
         raise StepError(
             f"tensor '{item.spec.name}': memory '{memories.name_of(item.memory)}' corrects for the learning rate, but "
             "received none. Wrap an optimizer, pass lr to MPIExchange or Simulation.step, or leave lr_correction out."

@@ -95,9 +95,9 @@ class UnitStep:
         """
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
         self.lr = lr
-        if unit.memory.needs_lr:
+        if "lr" in unit.memory.needs:
             self.site = self.site._replace(lr=ops.full(1, lr, "float64")[0])
-        if unit.memory.needs_norm:
+        if "norm" in unit.memory.needs:
             norm = wide_norm(ops, gradient) if norm is None else ops.cast(norm, "float64")
             self.site = self.site._replace(norm=norm)
         gradient, memory = ops.cast(gradient, spec.work_dtype), self.states["memory"]
