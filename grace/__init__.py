@@ -22,7 +22,7 @@ from grace.core.methods.capabilities import (
     Tuning,
 )
 from grace.core.methods.communicator import Communicator, Route
-from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops import register_backend
 from grace.core.ops.table import composite
@@ -71,6 +71,7 @@ __all__ = [
     "communicators",
     "composite",
     "compressors",
+    "fixed_size",
     "make_config",
     "memories",
     "register_backend",

@@ -16,7 +16,7 @@ from grace.core.config.recommended import ANY, STARTS, Start, optimizers_for, st
 from grace.core.config.registry import Registry, communicators, compressors, fields_of, memories
 from grace.core.errors import ConfigError, folded, nearest
 from grace.core.methods.capabilities import proposed_fields, selects
-from grace.core.methods.compressor import Compressor, sparsifies
+from grace.core.methods.compressor import Compressor, fixed_size, sparsifies
 from grace.core.observe.table import align
 from grace.core.plan.unit import Assignment
 from grace.core.spec import ITEMSIZE, Field, Ranks, TensorSpec
@@ -279,7 +279,7 @@ def _facts(name: str) -> dict[str, list[str]]:
     if required(compressors.get(name)):
         return {"family": [title], "flags and bits": [BY_OPTIONS]}
     c = compressors.make(name)
-    flags = {"summable": c.summable, "unbiased": c.unbiased, "fixed-size": c.fixed_size, "sparsifies": sparsifies(c)}
+    flags = {"summable": c.summable, "unbiased": c.unbiased, "fixed-size": fixed_size(c), "sparsifies": sparsifies(c)}
     begin = [f"{'any optimizer' if s.optimizer == ANY else s.optimizer}; network {s.network}" for s in starts(name)]
     return {
         "family": [title],

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import platform
 import subprocess
 from collections import Counter
 
 import pytest
+
+# TensorFlow asks for it when it is imported; Python starts a process to know it, once.
+platform.processor()
 
 # What `pytest` leaves out if no file and no marker is named.
 ELSEWHERE = ("distributed", "processes", "kernels")

@@ -14,7 +14,7 @@ import numpy as np
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators, memories
 from grace.core.methods.capabilities import Learning
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.memory import Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
@@ -131,7 +131,7 @@ def unfused(compressor: C) -> C:
 
 def unit_of(compressor: Compressor, memory: Memory, spec: TensorSpec) -> Unit:
     """Return a tensor as a unit of a compressor with this memory and the compressor's own communicator."""
-    communicator = communicators.make(compressor.default_communicator)
+    communicator = communicators.make(usual_communicator(compressor))
     return whole(Assignment(spec, Method(compressor, memory, communicator)))
 
 

@@ -16,6 +16,7 @@ from grace.bench import command, frameworks, measure, table
 from grace.bench.codec import LocalStep, make_unit, near_square
 from grace.bench.gradients import DEVIATION, Gradients
 from grace.core.communicators.two_shot import keeps_state
+from grace.core.methods.compressor import usual_communicator
 from grace.core.ops import get_ops, serves
 from grace.core.spec import Ranks
 from grace.core.wire.layout import payload_bytes
@@ -83,7 +84,7 @@ def test_the_timed_step_is_that_of_the_engine(name):
     unit = make_unit(name, numel)
     step = LocalStep(unit, get_ops("numpy"), RANKS)
     # Where a payload can be added, it is timed as a summed one. On two ranks, "auto" gathers that of `uniform`.
-    travels = {"communicator": compressors.make(name).default_communicator}
+    travels = {"communicator": usual_communicator(compressors.make(name))}
     simulation = Simulation(RANKS, [unit.spec], {"compressor": name, "default_rules": False, **travels})
     # gradiveq starts to compress after ten steps.
     for number in range(12):
@@ -212,7 +213,7 @@ def error(name, framework="numpy", ranks=RANKS, numel=2000, **options):
 @pytest.mark.parametrize("name", list(compressors))
 def test_the_error_is_that_of_a_step_without_memory(name):
     shape = near_square(2000)
-    travels = {"communicator": compressors.make(name).default_communicator}
+    travels = {"communicator": usual_communicator(compressors.make(name))}
     config = {"compressor": name, "memory": "none", "default_rules": False, **travels}
     simulation = Simulation(RANKS, {"tensor": shape}, config)
     gradients = Gradients(shape, (measure.WARM_UP + 1) * RANKS)

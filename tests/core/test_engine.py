@@ -11,7 +11,7 @@ import grace
 from grace.core.config.config import Method, make_config
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import StepError
-from grace.core.methods.compressor import sparsifies
+from grace.core.methods.compressor import sparsifies, usual_communicator
 from grace.core.session.simulation import poll_all
 from grace.core.spec import TensorSpec
 from grace.testing import PoisonOps
@@ -127,7 +127,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
     # The residuals of these two have another unit. With 0.5, this is exact in binary.
     options = {"efsignsgd": {"lr": 0.5}, "lowpass": {"beta": 0.5}}
     feedback = memories.make({"name": memory, **options.get(memory, {})})
-    chosen = Method(compressor, feedback, communicators.make(compressor.default_communicator))
+    chosen = Method(compressor, feedback, communicators.make(usual_communicator(compressor)))
     sim = simulate(chosen)
     applied = {spec.name: np.zeros(spec.shape) for spec in SPECS}
     given = {spec.name: np.zeros(spec.shape) for spec in SPECS}
@@ -156,7 +156,7 @@ def test_error_feedback_loses_nothing(chosen, memory):
 def test_a_sparsifier_moves_values_without_rounding(chosen, framework):
     """With one rank, old residual + gradient == applied gradient + new residual, exactly."""
     compressor = chosen.compressor
-    chosen = Method(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
+    chosen = Method(compressor, memories.make("residual"), communicators.make(usual_communicator(compressor)))
     specs = [s for s in SPECS if s.dtype in ("float32", "float64") and compressor.unfit(s) is None]
     assert specs
     sim = simulate(chosen, framework, size=1, specs=specs)

@@ -13,7 +13,7 @@ import pytest
 import grace
 from grace.core.config.config import Method, make_config
 from grace.core.config.registry import communicators, compressors, memories
-from grace.core.methods.compressor import sparsifies
+from grace.core.methods.compressor import sparsifies, usual_communicator
 from grace.core.ops import get_ops
 from grace.core.plan.plan import make_plan
 from grace.core.plan.unit import GRAIN
@@ -366,7 +366,7 @@ def test_results_do_not_depend_on_the_order_of_gradients(chosen, cut):
 def test_a_sparsifier_moves_values_without_rounding(chosen, cut, framework):
     """With one rank, old residual + gradient == applied gradient + new residual, exactly."""
     compressor = chosen.compressor
-    chosen = Method(compressor, memories.make("residual"), communicators.make(compressor.default_communicator))
+    chosen = Method(compressor, memories.make("residual"), communicators.make(usual_communicator(compressor)))
     specs = [spec for spec in MIXED if spec.dtype in ("float32", "float64") and compressor.unfit(spec) is None]
     sim = simulate(chosen, framework, size=1, specs=specs, **CUTS[cut])
     old = states(sim)[0]

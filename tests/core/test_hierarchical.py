@@ -15,6 +15,7 @@ from grace.core.config.config import Method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.guards.agreement import formats
+from grace.core.methods.compressor import usual_communicator
 from grace.core.ops import get_ops
 from grace.core.plan.plan import make_plan
 from grace.core.session.simulation import SimulatedTransport
@@ -49,7 +50,7 @@ class TestHierarchical(CommunicatorContract):
 
 @pytest.mark.parametrize("name", ["topk", "qsgd", "efsignsgd", "randomk", "fp16", "signsgd"])
 def test_one_rank_per_node_is_the_exchange_between_nodes(name):
-    usual = compressors.make(name).default_communicator
+    usual = usual_communicator(compressors.make(name))
     plain = Method(*(getattr(method(name), kind) for kind in ("compressor", "memory")), communicators.make(usual))
     chosen = method(name, local_size=1, between=usual)
     alone, flat = (simulate(one, size=3, specs=SPECS) for one in (chosen, plain))

@@ -114,7 +114,7 @@ def test_the_check_sees_a_framework_that_is_loaded():
 
 def test_the_core_was_found():
     assert len(CORE) > 20
-    assert "grace.core.step.run" in CORE
+    assert "grace.core.state.run" in CORE
 
 
 def code_of(source):

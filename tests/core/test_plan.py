@@ -271,7 +271,7 @@ def test_a_method_without_its_error_feedback_is_told_once(name):
     """A method that drops a part of the gradient needs a memory; its default memory says whether it does."""
     specs = [TensorSpec(key, (64, 64)) for key in "ab"]
     default = compressors.make(name).default_memory
-    loses = memories.make(default).feeds_back
+    loses = bool(memories.make(default).feeds_back)
     for memory, count in ((None, 0), (default, 0), ("none", int(loses))):
         config = make_config({"compressor": name, **({"memory": memory} if memory else {}), "granularity": "layer"})
         told = [text for text in make_plan(specs, config).warnings if "lost for good" in text]

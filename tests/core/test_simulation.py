@@ -90,7 +90,7 @@ def test_a_step_that_fails_leaves_all_states_as_they_were(fails, monkeypatch):
     twin.step(given)
     with monkeypatch.context() as patched:
         if fails == "finish":
-            patched.setattr(sim.runs[1], "finish", lambda: 1 / 0)
+            patched.setattr(sim.runs[1].current, "finish", lambda: 1 / 0)
         with pytest.raises(StepError if fails == "missing" else ZeroDivisionError):
             sim.step([{"w": mine["w"]} for mine in given] if fails == "missing" else given)
     assert_same(states(sim), states(twin))

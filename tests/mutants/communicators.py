@@ -106,7 +106,7 @@ class KeepsFlagsToItself(Allgather):
 
 
 class _Deviating(SimulatedTransport):
-    """What one kind of collective brings is `deviant` of the buffers that all ranks have handed in."""
+    """Results of one kind of collective are `deviant` of the buffers that all ranks have handed in."""
 
     kind: str
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from grace.core.codecs.lowrank import merge_product
 from grace.core.codecs.signs import sign_mean
-from grace.core.compressors.dgc import DGC
 from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.none import NoCompression
 from grace.core.compressors.powersgd import PowerSGD
@@ -92,12 +91,6 @@ class SendsWiderIndices(TopK):
     def compress(self, x, at):
         payload = super().compress(x, at)
         return {**payload, "indices": at.ops.cast(payload["indices"], "int64")}
-
-
-@breaks("test_payload_is_what_wire_announces")
-@dataclass(frozen=True)
-class ClaimsFixedSize(DGC):
-    fixed_size = True
 
 
 @breaks("test_buffer_has_the_predicted_bytes")

@@ -7,6 +7,7 @@ import numpy as np
 import grace
 from grace.core.config.config import Config, Method
 from grace.core.config.registry import communicators, compressors, memories
+from grace.core.methods.compressor import usual_communicator
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.spec import TensorSpec
 from grace.core.wire.layout import payload_bytes
@@ -53,7 +54,7 @@ def simulate(size: int, shape: tuple[int, ...], compressor, memory="none", commu
     chosen = Method(
         compressor,
         memories.make(memory),
-        communicators.make(communicator or compressor.default_communicator),
+        communicators.make(communicator or usual_communicator(compressor)),
     )
     return grace.Simulation(size, {"w": shape}, Config(chosen, default_rules=False), **options)
 

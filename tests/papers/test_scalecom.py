@@ -7,6 +7,7 @@ import pytest
 
 from grace.core.config.registry import memories
 from grace.core.errors import ConfigError
+from grace.core.methods.compressor import usual_communicator
 from grace.testing.communicator_contract import residuals
 from tests.papers.common import bits_per_element, make, normal, simulate, state, step
 
@@ -101,7 +102,7 @@ def test_without_a_filter_it_is_plain_error_feedback():
 def test_the_bytes_do_not_grow_with_the_ranks():
     """k values by allreduce, and k indices of the leader; topk gathers both from every rank."""
     compressor = make("scalecom", compress_ratio=0.1)
-    assert compressor.default_communicator == "allreduce"
+    assert usual_communicator(compressor) == "allreduce"
     assert bits_per_element(compressor, 1000) == 0.1 * 32
     sent = []
     for ranks in (2, 5):

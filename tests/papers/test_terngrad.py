@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grace.core.errors import IncompatibleError
+from grace.core.methods.compressor import usual_communicator
 from tests.papers.common import bits_per_element, make, normal, payload, send, simulate, step, variance
 
 
@@ -100,10 +101,10 @@ def test_one_rank_with_its_own_scale_decodes_to_the_same():
 def test_a_byte_per_element_travels_by_allreduce():
     compressor = make("terngrad", shared_scale=True)
     assert compressor.summable
-    assert compressor.default_communicator == "allreduce"
+    assert usual_communicator(compressor) == "allreduce"
     assert bits_per_element(compressor, 2**14) == 8
     assert not make("terngrad").summable
-    assert make("terngrad").default_communicator == "allgather"
+    assert usual_communicator(make("terngrad")) == "allgather"
 
 
 def test_127_ranks_that_agree_fill_a_byte_and_128_are_refused():

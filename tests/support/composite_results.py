@@ -129,6 +129,14 @@ def weighted_sum(n, dtype):
 
 
 @case
+def cast_half(n, dtype):
+    x, _, _ = several(n, dtype)
+    for half in (np.float16, ml_dtypes.bfloat16):
+        yield Call("cast_half", (x, np.dtype(half).name), {}, (x.astype(half),))
+        yield Call("cast_half", (x.astype(half), dtype), {}, (x.astype(half).astype(dtype),))
+
+
+@case
 def half_sum(n, dtype):
     for half in (np.float16, ml_dtypes.bfloat16):
         rows = np.stack([x.astype(half) for x in several(n, "float32")])

@@ -12,7 +12,7 @@ import pytest
 from grace.core.config.config import Method
 from grace.core.config.registry import Registry, communicators, compressors, memories
 from grace.core.errors import IncompatibleError
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.memory import Memory
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
@@ -65,7 +65,7 @@ def default_method(compressor: Compressor) -> Method:
     return Method(
         compressor,
         memories.make(compressor.default_memory),
-        communicators.make(compressor.default_communicator),
+        communicators.make(usual_communicator(compressor)),
     )
 
 

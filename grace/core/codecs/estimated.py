@@ -22,8 +22,6 @@ class EstimatedThreshold(Sparsifier):
     If no element reaches it, the largest ones travel, so that a residual never waits for good. Zeros never travel.
     """
 
-    fixed_size = False
-
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("values", spec.work_dtype, "kept"), Field("indices", "int32", "kept", below=spec.numel)
 

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 from grace.core.errors import PayloadError
 from grace.core.methods.capabilities import Learning, Selecting
-from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
 
@@ -32,10 +32,6 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
     @abstractmethod
     def pair(self) -> tuple[Sparsifier, Compressor]:
         """The sparsifier and the quantizer."""
-
-    @property
-    def fixed_size(self) -> bool:
-        return all(inner.fixed_size for inner in self.pair)
 
     @cached_property
     def linear_in(self) -> tuple[str, ...]:
@@ -92,7 +88,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
         values = self.values_spec(spec)
         fields = self.pair[1].wire(values)
         # A length that differs for more values depends on their number.
-        more = fields if self.pair[0].fixed_size else self.pair[1].wire(_with_length(values, 2 * values.numel + 4096))
+        more = fields if fixed_size(self.pair[0]) else self.pair[1].wire(_with_length(values, 2 * values.numel + 4096))
         lengths = (
             f.length if f.length == other.length and isinstance(f.length, int) else f"{_PREFIX}{_count(f)}"
             for f, other in zip(fields, more, strict=True)
@@ -110,7 +106,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
     def _values_site(self, at: Site, count: int) -> Site:
         """Return the site of the quantizer; the number of values counts where it depends on the data."""
         spec = self.values_spec(at.spec)
-        if not self.pair[0].fixed_size:
+        if not fixed_size(self.pair[0]):
             spec = _with_length(spec, count)
         key = Key(Key.derive(at.key.seed, "values"), at.key.step, at.key.rank)
         return at._replace(spec=spec, key=key, state={}, memory={})
@@ -118,7 +114,7 @@ class QuantizedSparsifier(Compressor, Selecting, Learning):
     def values(self, payload: Payload, at: Site) -> Array:
         """Return the kept values as they arrive."""
         fields = {name.removeprefix(_PREFIX): v for name, v in payload.items() if name.startswith(_PREFIX)}
-        if self.pair[0].fixed_size:
+        if fixed_size(self.pair[0]):
             return self.pair[1].decompress(fields, self._values_site(at, 0)._replace(out=None))
         site = self._values_site(at, at.ops.length(payload["indices"]))._replace(out=None)
         for field in self.pair[1].wire(site.spec):

@@ -45,7 +45,7 @@ class RotatedQuantizer(Compressor):
     block_size: int = 4096
 
     unbiased = True
-    shows_nonfinite = True
+    nonfinite = "shown"
     linear_in = ("scales",)
     # The scale makes each decoded block unbiased; otherwise it maps the outermost levels to the largest magnitude.
     fit = False

@@ -15,7 +15,7 @@ from grace.core.communicators.two_shot import TwoShot
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, whole
 from grace.core.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
@@ -52,7 +52,7 @@ class Auto(Communicator):
     any_length: ClassVar[bool] = True
 
     def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
-        usual = communicators.make(item.compressor.default_communicator)
+        usual = communicators.make(usual_communicator(item.compressor))
         if usual not in _CANDIDATES:
             return usual, "the method's own default"
         if ranks.size == 1:

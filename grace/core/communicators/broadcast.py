@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator, Route
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, fixed_size
 from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep
@@ -26,7 +26,7 @@ class Broadcast(Communicator):
     """
 
     def obstacle(self, compressor: Compressor) -> str | None:
-        return None if compressor.fixed_size else "the size of its payloads depends on the data"
+        return None if fixed_size(compressor) else "the size of its payloads depends on the data"
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         layout = layout_of(units, checksum)

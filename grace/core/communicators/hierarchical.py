@@ -14,7 +14,7 @@ from grace.core.config.config import Method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.communicator import Communicator, Route
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.memory import Memory
 from grace.core.plan.unit import Assignment, Unit, empty_shard, layout_of, shards
 from grace.core.spec import Array, Ranks, TensorSpec
@@ -137,7 +137,7 @@ class Hierarchical(Communicator):
     def _method_within(self, unit: Unit) -> Method:
         within = self._within
         memory = memories.make("leftover" if unit.holding else "none")
-        return Method(within, memory, communicators.make(within.default_communicator))
+        return Method(within, memory, communicators.make(usual_communicator(within)))
 
     def _of_node(self, unit: Unit, owners: tuple[int, ...]) -> Unit:
         """Return the unit that the ranks of a node exchange so that the owners can exchange `unit` between nodes."""

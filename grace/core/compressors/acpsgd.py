@@ -48,7 +48,6 @@ class ACPSGD(Compressor, Learning):
     compress_rank: int = 4
 
     summable = True
-    fixed_size = False
     flat = False
     multiplies = True
     linear_in = ("factor",)

@@ -49,7 +49,6 @@ class Adaptive(Compressor, Selecting, Thinning):
 
     compress_ratio: float = 0.01
 
-    fixed_size = False
     default_memory = "residual"
     linear_in = ("means",)
 

@@ -58,7 +58,6 @@ class Atomo(Compressor, Thinning):
     compress_rank: float = 3.0
     compress_ratio: float = 0.1
 
-    fixed_size = False
     unbiased = True
 
     def __post_init__(self) -> None:

@@ -49,7 +49,6 @@ class DGC(Sparsifier, Thinning):
     min_samples: int = 1024
     overshoot: float = 1.3
 
-    fixed_size = False
     default_memory = "dgc"
 
     def __post_init__(self) -> None:

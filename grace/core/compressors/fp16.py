@@ -25,7 +25,7 @@ class _Half(Compressor):
     wire_dtype: ClassVar[str]
 
     summable = True
-    carries_nonfinite = True
+    nonfinite = "carried"
     joins = True
     of_any_length = True
 

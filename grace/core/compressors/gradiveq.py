@@ -61,7 +61,6 @@ class GradiVeQ(Compressor, Learning):
     compressed_steps: int = 90
 
     summable = True
-    fixed_size = False
     flat = False
     multiplies = True
 

@@ -70,8 +70,6 @@ class HardThreshold(Sparsifier, Tuning, Thinning):
     tune_steps: int | None = None
     controlled: bool = False
 
-    fixed_size = False
-
     def __post_init__(self) -> None:
         check_ratio("hardthreshold", self.compress_ratio)
         if self.threshold is not None and not self.threshold > 0:

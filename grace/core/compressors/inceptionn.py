@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
@@ -61,7 +61,6 @@ class Inceptionn(Compressor):
     error_bound: float = 2**-10
     relative: bool = True
 
-    fixed_size = False
     harmed_by_feedback = "the error of each element is bounded already, and GRACE trains this method without feedback"
 
     def __post_init__(self) -> None:
@@ -81,8 +80,8 @@ class Inceptionn(Compressor):
         return not self.relative
 
     @property
-    def shows_nonfinite(self) -> bool:
-        return self.relative
+    def nonfinite(self) -> Literal["lost", "shown"]:
+        return "shown" if self.relative else "lost"
 
     def contraction(self, spec: TensorSpec) -> float | None:
         return 0.0

@@ -27,7 +27,7 @@ class NoCompression(Compressor):
 
     summable = True
     unbiased = True
-    carries_nonfinite = True
+    nonfinite = "carried"
     joins = True
     of_any_length = True
 

@@ -61,7 +61,7 @@ class QSGD(BucketQuantizer):
     norm: Literal["l2", "max"] = "max"
 
     unbiased = True
-    shows_nonfinite = True
+    nonfinite = "shown"
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 32767:

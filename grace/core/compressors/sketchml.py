@@ -76,7 +76,6 @@ class SketchML(Compressor, Selecting, Thinning):
     rows: int = 2
     columns: float = 0.2
 
-    fixed_size = False
     default_memory = "residual"
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from grace.core.codecs.levels import dequantize_sum, quantize_packed
 from grace.core.config.registry import About, compressors
@@ -75,8 +76,8 @@ class TernGrad(Compressor, Negotiating):
         return self.shared_scale
 
     @property
-    def shows_nonfinite(self) -> bool:
-        return not self.shared_scale
+    def nonfinite(self) -> Literal["lost", "shown"]:
+        return "lost" if self.shared_scale else "shown"
 
     @property
     def linear_in(self) -> tuple[str, ...]:

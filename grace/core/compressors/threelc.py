@@ -48,7 +48,6 @@ class ThreeLC(Compressor):
 
     sparsity_multiplier: float = 1.0
 
-    fixed_size = False
     default_memory = "residual"
     linear_in = ("scale",)
 

@@ -45,8 +45,6 @@ class Threshold(Sparsifier):
     threshold: float = 0.01
     capacity: float | None = None
 
-    fixed_size = False
-
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
             raise ConfigError(f"threshold: threshold must be at least 0, received {self.threshold!r}.")

@@ -50,7 +50,6 @@ class Variance(Compressor, Selecting):
 
     alpha: float = 1.5
 
-    fixed_size = False
     default_memory = "variance"
     linear_in = ("scale",)
 

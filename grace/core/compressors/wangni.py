@@ -58,7 +58,6 @@ class Wangni(Compressor, Thinning):
     compress_ratio: float = 0.1
     variance_budget: float | None = None
 
-    fixed_size = False
     unbiased = True
     linear_in = ("values", "scale")
 

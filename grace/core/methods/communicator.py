@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _no_buffer(ops: ArrayOps) -> None:
-    return None
+    """Return no buffer."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Literal
 
 from grace.core.methods.capabilities import Selecting
 from grace.core.spec import Array, Field, Payload, Site, TensorSpec
@@ -33,11 +34,6 @@ class Compressor(ABC):
         return False
 
     @property
-    def fixed_size(self) -> bool:
-        """True if no field of the payload has a length that depends on the data."""
-        return True
-
-    @property
     def of_any_length(self) -> bool:
         """True if `compress` and `decompress` take a tensor whose number of elements is known only at run time.
 
@@ -51,18 +47,14 @@ class Compressor(ABC):
         return True
 
     @property
-    def carries_nonfinite(self) -> bool:
-        """True if NaN and infinity pass through the payload unchanged."""
-        return False
+    def nonfinite(self) -> Literal["lost", "shown", "carried"]:
+        """Fate of NaN and infinity: "carried" if they pass through the payload unchanged.
 
-    @property
-    def shows_nonfinite(self) -> bool:
-        """True if a float of the payload counts as infinite whenever an element of x does, so that no pass must look.
-
-        `MAX_MAGNITUDE` says what counts. `compress` then gets such elements if there are kernels. Without kernels it
-        never does, because NumPy warns of arithmetic with them.
+        They are "shown" if a float of the payload counts as infinite whenever an element of x does, so that no pass
+        must look. `MAX_MAGNITUDE` says what counts. `compress` then gets such elements if there are kernels. Without
+        kernels it never does, because NumPy warns of arithmetic with them.
         """
-        return False
+        return "lost"
 
     @property
     def absolute(self) -> bool:
@@ -103,16 +95,11 @@ class Compressor(ABC):
         return "none"
 
     @property
-    def default_communicator(self) -> str:
-        """Name of the simplest communicator that carries the payloads; `auto` may take one that moves fewer bytes."""
-        return "allreduce" if self.summable else "allgather"
-
-    @property
     def harmed_by_feedback(self) -> str | None:
         """Reason why error feedback harms this method (GRACE, Table I and section V-B); None if it does not."""
         if not self.averages:
             return "the ranks vote, and a vote is not the mean of their signs"
-        if self.unbiased and not self.carries_nonfinite:
+        if self.unbiased and self.nonfinite != "carried":
             return "its errors average out, and error feedback adds them to the variance"
         return None
 
@@ -198,6 +185,17 @@ class Sparsifier(Compressor, Selecting):
 
     def erase_(self, x: Array, payload: Payload, at: Site) -> Array:
         return at.ops.put_(x, payload["indices"], 0.0)
+
+
+def usual_communicator(compressor: Compressor) -> str:
+    """Return the name of the simplest communicator that carries the payloads; `auto` may take one of fewer bytes."""
+    return "allreduce" if compressor.summable else "allgather"
+
+
+@cache
+def fixed_size(compressor: Compressor) -> bool:
+    """Return whether no field of the payload has a length that depends on the data."""
+    return all(isinstance(field.length, int) for field in compressor.wire(TensorSpec("", (64, 64))))
 
 
 def sparsifies(compressor: Compressor) -> bool:

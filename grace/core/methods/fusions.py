@@ -8,7 +8,7 @@ subclass has none, because it may have replaced one of the steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from grace.core.spec import Array, Payload, Site, State
@@ -38,10 +38,6 @@ class Fusion(Generic[P, R]):
     def find(self, *methods: object) -> Callable[P, R | None] | None:
         """Return the function for methods of exactly these classes; None if there is none."""
         return self._functions.get(tuple(map(type, methods)))
-
-    def partners(self, method: type) -> Iterator[type]:
-        """Yield the classes of the second methods that are fused with a first one."""
-        return (second for first, second in self._functions if first is method)
 
 
 #: (compressor, x, at) -> the payload of x, and a 0-d bool that is True if x is finite. If not, the payload may be

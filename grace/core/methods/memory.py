@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
+from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.spec import Array, Payload, Site, State, TensorSpec
 
 
@@ -87,7 +87,7 @@ class Memory(ABC):
 
     @cached_property
     def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
-        """What the memory needs beside a gradient and its state (default: nothing).
+        """Requirements of the memory beside a gradient and its state (default: none).
 
         "lr" is `Site.lr`, which optimizers know and tapes do not; its tensors are not joined. "norm" is `Site.norm`,
         the norm of this rank's gradients of all these tensors together, so none of them is compressed before the last
@@ -130,7 +130,7 @@ class Memory(ABC):
 @cache
 def holds_residual(memory: Memory) -> bool:
     """Return whether the state of a memory has a residual, which a change of the plan must not lose."""
-    return "residual" in memory.init(TensorSpec("", (1,)), NumpyOps())
+    return "residual" in memory.init(TensorSpec("", (1,)), get_ops("numpy"))
 
 
 def check_clipping(name: str, bound: float | None) -> None:

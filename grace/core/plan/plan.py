@@ -356,7 +356,7 @@ def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
     if not method.memory.feeds_back:
         lost = _loses(method)
         return f"{lost}; leave 'memory' out, or set it to '{c.default_memory}'" if lost else None
-    if c.carries_nonfinite:
+    if c.nonfinite == "carried":
         return None
     why = c.harmed_by_feedback
     # Methods that are published with error feedback are trusted to converge with it.

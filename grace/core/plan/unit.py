@@ -128,7 +128,7 @@ class Assignment:
     @cached_property
     def guarded(self) -> bool:
         """True if a flag must announce NaN and infinity, because the payload or a memory would lose them."""
-        return not (self.compressor.carries_nonfinite and self.memory.stateless)
+        return not (self.compressor.nonfinite == "carried" and self.memory.stateless)
 
     @cached_property
     def fused(self) -> Fused:
@@ -142,7 +142,7 @@ class Assignment:
     @cached_property
     def shows(self) -> bool:
         """True if the payload tells of NaN and infinity, and nothing needs to know of them earlier."""
-        return self.compressor.shows_nonfinite and self.memory.stateless and not self.proposed
+        return self.compressor.nonfinite == "shown" and self.memory.stateless and not self.proposed
 
     @cached_property
     def overflowing(self) -> tuple[str, ...]:

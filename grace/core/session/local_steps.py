@@ -22,8 +22,8 @@ def check_local_steps(
         raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
     if not average:
         raise ConfigError(
-            f"{where}: local_steps averages the change of the weights and needs op=hvd.Average, or with "
-            "torch.distributed ReduceOp.AVG, received a sum; leave op out."
+            f"{where}: local_steps averages the change of the weights and needs the mean as op, received a sum; "
+            "leave op out."
         )
     if passes != 1 or factor != 1.0:
         raise ConfigError(

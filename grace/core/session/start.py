@@ -17,9 +17,9 @@ from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, MeetingTransport
 
-#: Horovod's arguments that no adapter supports, with the reasons.
+#: Arguments of other libraries that no adapter supports, with the reasons.
 REFUSED = {
-    "compression": "belongs to Horovod; name a compressor in the configuration instead, for example "
+    "compression": "is not supported; name a compressor in the configuration instead, for example "
     "config={'compressor': 'fp16'}",
     "groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",
     "num_groups": "would bypass the compression; leave it out. grace groups tensors by the option 'bucket_bytes'",

@@ -1,4 +1,4 @@
-"""What becomes of states when the plan, the ranks or the tensors that train change."""
+"""Carrying states over when the plan, the ranks or the tensors that train change."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grace.core.config.registry import compressors
+from grace.core.methods.compressor import usual_communicator
 from tests.support import cases, half_precision, nodes
 from tests.support.cases import TENSORFLOW_MPI
 from tests.support.covering import ALL
@@ -22,7 +23,7 @@ ALONE, GLOO_2, MPI_2, GLOO_4 = (
 # Away from two ranks of horovodrun, without --all, only these methods, in graphs and in buckets.
 ELSEWHERE = ("fp16", "threshold", "powersgd")
 # By mpirun, only the collectives that the three usually need.
-BY_MPIRUN = {(name, compressors.make(name).default_communicator) for name in ELSEWHERE}
+BY_MPIRUN = {(name, usual_communicator(compressors.make(name))) for name in ELSEWHERE}
 # On four ranks, only what has more rounds or other partners than on two.
 ON_FOUR = {("threshold", "hierarchical"), ("powersgd", "allreduce")}
 
@@ -34,7 +35,7 @@ def _exchanges(row):
     launch = (row["launcher"], row["ranks"])
     if ALL:
         usual = (row["granularity"], row["mode"], *launch) == ("layer", "graph", "horovodrun-gloo", 2)
-        usual = usual and row["communicator"] == compressors.make(row["method"]).default_communicator
+        usual = usual and row["communicator"] == usual_communicator(compressors.make(row["method"]))
         return usual or row["method"] in WAYS
     # test_graphs.py has every method in a graph.
     if launch == ("horovodrun-gloo", 2):

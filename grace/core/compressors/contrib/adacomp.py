@@ -47,7 +47,6 @@ class AdaComp(Compressor, Selecting):
 
     bin_size: int = 500
 
-    fixed_size = False
     default_memory = "adacomp"
     linear_in = ("scale",)
 

@@ -78,7 +78,7 @@ class ALQ(NUQSGD):
     # Its sample has as many elements as the tensor.
     of_any_length = False
     # The fit divides elements by norms, and NumPy warns of NaN there.
-    shows_nonfinite = False
+    nonfinite = "lost"
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         return Field("levels", spec.work_dtype, self.quantum_num - 1), *super().wire(spec)

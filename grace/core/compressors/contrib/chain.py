@@ -9,7 +9,7 @@ from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Stateful, Tuning, proposed_fields, selects
-from grace.core.methods.compressor import Compressor, Sparsifier, sparsifies
+from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size, sparsifies
 from grace.core.spec import TensorSpec
 
 
@@ -64,7 +64,7 @@ class Chain(QuantizedSparsifier):
                     f"chain: '{compressors.name_of(inner)}' cannot be its {kind}: {reason}; received {inner}. "
                     f"Valid {kind}s: {', '.join(_valid(why_not))}."
                 )
-        if not self.sparsifier.fixed_size and not self.quantizer.of_any_length:
+        if not fixed_size(self.sparsifier) and not self.quantizer.of_any_length:
             names = [compressors.name_of(inner) for inner in (self.sparsifier, self.quantizer)]
             fit = [name for name in _valid(_no_quantizer) if compressors.make(name).of_any_length]
             raise ConfigError(

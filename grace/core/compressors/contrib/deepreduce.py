@@ -98,7 +98,7 @@ class DeepReduce(Compressor, Selecting, Thinning):
             )
 
     @property
-    def fixed_size(self) -> bool:
+    def _fixed(self) -> bool:
         return self.policy != "p0"
 
     @cached_property
@@ -108,7 +108,7 @@ class DeepReduce(Compressor, Selecting, Thinning):
     def contraction(self, spec: TensorSpec) -> float | None:
         if self.pieces:
             return None
-        return 0.0 if self.fixed_size else keep_count(self.compress_ratio, spec.numel) / max(1, spec.numel)
+        return 0.0 if self._fixed else keep_count(self.compress_ratio, spec.numel) / max(1, spec.numel)
 
     def unfit(self, spec: TensorSpec) -> str | None:
         return beyond_int32(spec)
@@ -124,18 +124,18 @@ class DeepReduce(Compressor, Selecting, Thinning):
         k = keep_count(self.compress_ratio, spec.numel)
         places = Field("filter", "uint8", self._filter(spec).nbytes)
         if not self.pieces:
-            return places, Field("values", spec.work_dtype, k if self.fixed_size else "reported")
+            return places, Field("values", spec.work_dtype, k if self._fixed else "reported")
         return (
             places,
             Field("knots", "int32", self._pieces(spec) + 1),
             Field("heights", spec.work_dtype, self._pieces(spec) + 1),
-            Field("order", "uint8", packed_size(k, self._bits(spec)) if self.fixed_size else "order"),
+            Field("order", "uint8", packed_size(k, self._bits(spec)) if self._fixed else "order"),
         )
 
     def _bits(self, spec: TensorSpec) -> int:
         """Return the bits of a place in the order of all values: of k, or, with p0, of as many as are likely."""
         k = keep_count(self.compress_ratio, spec.numel)
-        most = k if self.fixed_size else k + int(2 * self.false_positives * (spec.numel - k))
+        most = k if self._fixed else k + int(2 * self.false_positives * (spec.numel - k))
         return max(1, min(_MOST_BITS, most.bit_length()))
 
     def _step(self, ops: ArrayOps, count: Any, spec: TensorSpec) -> Array:
@@ -167,7 +167,7 @@ class DeepReduce(Compressor, Selecting, Thinning):
         """Return the positions that travel, ascending."""
         ops, form, k = at.ops, self._filter(at.spec), keep_count(self.compress_ratio, at.spec.numel)
         found = filter_positions(ops, form, payload["filter"], at.spec.numel, at.key)
-        if not self.fixed_size:
+        if not self._fixed:
             return found
         error = PayloadError(
             f"deepreduce: expected a filter that reports at least {k} positions, received one of fewer; "

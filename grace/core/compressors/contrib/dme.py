@@ -56,7 +56,6 @@ class DME(Compressor, Thinning):
     compress_ratio: float = 0.1
     probabilities: Literal["uniform", "optimal"] = "uniform"
 
-    fixed_size = False
     unbiased = True
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms
@@ -55,7 +55,7 @@ class NUQSGD(BucketQuantizer):
     norm: Literal["l2", "max"] = "max"
 
     unbiased = True
-    shows_nonfinite = True
+    nonfinite: ClassVar[Literal["lost", "shown"]] = "shown"
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 7:

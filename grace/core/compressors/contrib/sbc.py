@@ -44,7 +44,6 @@ class SBC(Compressor, Selecting, Thinning):
 
     compress_ratio: float = 0.01
 
-    fixed_size = False
     default_memory = "residual"
     linear_in = ("mean",)
 

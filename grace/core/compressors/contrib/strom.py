@@ -40,7 +40,6 @@ class Strom(Compressor, Selecting):
 
     threshold: float = 0.01
 
-    fixed_size = False
     default_memory = "residual"
 
     def __post_init__(self) -> None:

@@ -61,7 +61,6 @@ class SZx(Compressor):
     error_bound: float = 2**-5
     block_size: int = 128
 
-    fixed_size = False
     default_memory = "residual"
 
     def __post_init__(self) -> None:
