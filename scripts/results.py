@@ -55,6 +55,10 @@ def trained(framework: str, options: dict[str, Any]) -> str:
             import torch
 
             gradients = [{name: torch.from_numpy(x) for name, x in mine.items()} for mine in gradients]
+        elif framework == "tensorflow":
+            import tensorflow as tf
+
+            gradients = [{name: tf.constant(x) for name, x in mine.items()} for mine in gradients]
         for merged in simulation.step(gradients, lr=0.1):
             digest(merged, found)
         found.update(str(simulation.stats()["wire_bytes"]).encode())
