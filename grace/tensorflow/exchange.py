@@ -18,7 +18,7 @@ from grace.core.errors import ConfigError, IncompatibleError, StepError
 from grace.core.guards.agreement import Meeting
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
-from grace.core.plan.plan import Plan
+from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
 from grace.core.session.start import check_predivide, described, is_mean
@@ -27,7 +27,7 @@ from grace.tensorflow.gradients import Gradient, common_kinds, device_of, inside
 from grace.tensorflow.run import VariableRun, tensorflow_ops
 from grace.tensorflow.step import GraphStep
 from grace.tensorflow.times import GraphTimes
-from grace.tensorflow.transport import HorovodTransport, local_size_of
+from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
 from grace.tensorflow.waiting import elastic_timeout, gather, is_elastic
 
 # The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
@@ -64,15 +64,15 @@ class Exchange(core.Exchange, tf.Module):
         average = is_mean(op, hvd.Average, hvd.Sum, "hvd.Average or hvd.Sum", where)
         check_predivide(gradient_predivide_factor, average, f"op=hvd.Average ({hvd.Average})", op, where)
         refuse_typos(options, type(self), where)
-        core.Exchange.__init__(self, make_config(config, **options), (), [], tensorflow_ops, delegate=self._delegated)
+        core.Exchange.__init__(
+            self, make_config(config, **options), (), [], tensorflow_ops, prefix="bucket", delegate=self._delegated
+        )
         self.op = hvd.Average if average else hvd.Sum
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         # The names of the variables: known after `build`, or earlier for an optimizer that was loaded.
         self.names: tuple[str, ...] = ()
-        # The configuration before each call of `change`. Variables of these configurations are saved too.
-        self.history: list[Config] = []
         self.traces = 0
         self._variables: list[tf.Variable] = []
         # In elastic mode, `grace.tensorflow.KerasState` sets `synchronized`.
@@ -105,10 +105,7 @@ class Exchange(core.Exchange, tf.Module):
         ConfigError if the configuration has a schedule, StepError inside a graph, and MismatchError on every rank if
         the ranks differ.
         """
-        before = self.config
         super().change(**changes)
-        if self.built:
-            self.history.append(before)
         if self._step is not None:
             self._step.retrace()
 
@@ -209,11 +206,12 @@ class Exchange(core.Exchange, tf.Module):
 
     def _run_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> VariableRun:
         """Return the run that the exchange has with these ranks, at its start."""
+        # A checkpoint has the variables of earlier configurations, too.
         first, *later = (*self.history, self.config)
-        place = {"rank": self.rank, "ranks": ranks}
-        run = VariableRun(self._specs, first, make_variable, delegate=self._delegated, **place)
-        for config in later:
-            run.change(run.plan_of(config))
+        stages = make_plans(self._specs, first, ranks=ranks, prefix=self.prefix, delegate=self._delegate)
+        run = VariableRun(stages, make_variable, seed=first.seed, rank=self.rank, ranks=ranks)
+        for number, config in enumerate(later, 1):
+            run.change(self._plan_after(run.plan, config, number, ranks))
         return run
 
     def _delegated(self, item: Assignment) -> bool:
@@ -350,13 +348,12 @@ class Exchange(core.Exchange, tf.Module):
         With `zeros`, a gradient that no rank has is dense. Raises `failure` if it is not None, and MismatchError if
         another rank failed or the ranks differ.
         """
-        if not hvd.is_initialized():
-            raise ConfigError("grace.tensorflow: Horovod is not initialized; call hvd.init() first.")
         if self.process_set is None:
             raise ConfigError(
                 "the saved optimizer used a process set, and process sets are not saved; set it before the first step: "
                 "model.optimizer.grace.process_set = hvd.add_process_set(...)."
             )
+        check_process("grace.tensorflow", self.process_set)
         run = self.run
         set_id = self.process_set.process_set_id
         if not self.process_set.included():
@@ -364,8 +361,8 @@ class Exchange(core.Exchange, tf.Module):
                 f"this process is not in {self.process_set} and cannot take part in its steps; "
                 "call it only on the ranks of the set."
             )
-        rank, ranks = self._rank_of_ranks()
-        self.rank, self.ranks, where = rank, ranks, "the first step"
+        self.rank, self.ranks = self._rank_of_ranks()
+        where = "the first step"
         # Rows of a tensor that is compressed in a stage are added into a dense gradient: error feedback needs all.
         plain = [{item.spec.name for item in plan.delegated} for plan in run.plans]
         rows = set() if self.sparse_as_dense else set.intersection(*plain)
@@ -373,15 +370,14 @@ class Exchange(core.Exchange, tf.Module):
             if failure is not None:
                 raise failure
             self.times.start_as_told(hvd.rank(), hvd.size())
-            if ranks != run.ranks and any(plan.shards for plan in run.plans):
+            if self.ranks != run.ranks and any(plan.shards for plan in run.plans):
                 raise ConfigError(
-                    f"the plan was made for {run.ranks.size} ranks, and there are {ranks.size}; call hvd.init() "
+                    f"the plan was made for {run.ranks.size} ranks, and there are {self.size}; call hvd.init() "
                     "before you build or load the optimizer: the communicator cuts tensors into one shard per rank."
                 )
             meeting.mine = {
-                **self.describe(),
+                **self.described(),
                 "iterations": self._iterations(),
-                **described(self.config, self._specs, run.plans, tensorflow_ops),
                 "methods": [
                     {item.spec.name: compressors.name_of(item.compressor) for item in plan.assignments}
                     for plan in run.plans
@@ -479,9 +475,6 @@ class Exchange(core.Exchange, tf.Module):
     def timeout(self) -> float:
         """The time limit in seconds of a wait for other ranks."""
         return elastic_timeout(self.config.timeout) if self.elastic else self.config.timeout
-
-    def _plan_of(self, config: Config) -> Plan:
-        return self.run.plan_of(config)
 
     def _digest(self, x: tf.Variable) -> int:
         return digest(get_ops("numpy"), x.numpy())

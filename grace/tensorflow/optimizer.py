@@ -23,6 +23,7 @@ from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.config.recommended import Optimizer, warn_of_pairs
 from grace.core.errors import ConfigError, StepError
 from grace.core.guards.agreement import Meeting
+from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
 from grace.core.session.local_steps import check_local_steps
@@ -31,7 +32,7 @@ from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.saved import check_saved_variables
-from grace.tensorflow.transport import HorovodTransport
+from grace.tensorflow.transport import HorovodTransport, check_process
 from grace.tensorflow.waiting import gather, is_elastic
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
@@ -85,7 +86,6 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     MismatchError on every rank if the ranks differ: in their configuration here, in their variables at the first step.
     """
     check_process(_WHERE, process_set)
-    included = process_set.process_set_id is not None and process_set.included()
     timeout = TIMEOUT
 
     def met(mine: Any) -> list[Any]:
@@ -98,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
         # Raises ConfigError for a process set that is not registered with Horovod.
-        HorovodTransport(process_set, "")
+        rank = HorovodTransport(process_set, "").rank
         exchange = OptimizerExchange(
             config,
             op=op,
@@ -113,10 +113,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             used if local_steps == 1 else used._replace(adaptive=False)
             for used in _described(innermost(optimizer))
         ]
-        if included and process_set.rank() == 0:
+        if rank == 0:
             for used in exchange.optimizers:
                 warn_of_pairs(exchange.config, used)
-        if included:
+        if rank >= 0:
             exchange.times.start_as_told(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
         if local_steps != 1:
@@ -127,11 +127,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "average_aggregated_gradients": average_aggregated_gradients,
             "local_steps": local_steps,
         }
-    early = early_warnings(exchange.config)
-    exchange.told.update(early)
-    if included and process_set.rank() == 0:
-        for text in early:
-            logger().warning("%s", text)
+    if rank == 0:
+        warn(early_warnings(exchange.config), exchange.told)
     inner = innermost(optimizer)
     if backward_passes_per_step > 1:
         inner.gradient_accumulation_steps = backward_passes_per_step
@@ -145,19 +142,6 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step, local_steps)
     inner.wrapped_late = late
     return optimizer
-
-
-def check_process(where: str, process_set: Any) -> None:
-    """Raise ConfigError if this process cannot run collectives."""
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise ConfigError(f"{where}: TensorFlow runs in TensorFlow 1's graph mode; do not disable eager execution.")
-    if not hvd.is_initialized():
-        raise ConfigError(f"{where}: Horovod is not initialized; call hvd.init() first.")
-    if not isinstance(process_set, hvd.ProcessSet):
-        raise ConfigError(
-            f"{where}: the argument 'process_set' must be an hvd.ProcessSet, received {process_set!r}; "
-            "leave it out to use all ranks."
-        )
 
 
 def _check(optimizer: Any) -> None:

@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from grace.core.errors import MismatchError
 from grace.core.guards.replicas import (
-    ADVICE,
-    STATES,
     SUMMARY_BYTES,
     WEIGHTS,
     check_digests,
+    check_equal,
     check_same_step,
     digest,
     summary,
@@ -118,7 +117,7 @@ def _explained(names: list[str], weights: int, rank: int, everyone: np.ndarray[A
         if taken == 1:
             first = [dict([*mine.items()][:weights]) for mine in ranks]
             check_digests(first, WEIGHTS, "before the second step", _BROADCAST)
-        check_digests(ranks, STATES, f"before step {steps[0]}", ADVICE)
+        check_equal([*zip(steps, ranks, strict=True)], rank)
     except MismatchError as error:
         return f"{MismatchError.__name__}: {error}".encode()
     return b""

@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.core.config.config import Config
 from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory
 from grace.core.observe.statistics import statistics
 from grace.core.observe.timeline import Times
 from grace.core.ops import get_ops
-from grace.core.plan.plan import Plan, make_plans, next_plan
-from grace.core.plan.unit import Assignment, Unit
-from grace.core.spec import Array, Ranks, TensorSpec
+from grace.core.plan.plan import Plan
+from grace.core.plan.unit import Unit
+from grace.core.spec import Array, Ranks
 from grace.core.state.carry import carry, move, ranges_of, splice
 from grace.core.state.checkpoint import entry_of
 from grace.core.state.checks import STATE_VERSION, alone, check_saved, show
 from grace.core.state.merge import Merge
 from grace.core.state.run import StagesCarrying
-from grace.core.state.states import UnitStates, initial, initial_states
+from grace.core.state.states import Stages, UnitStates, initial, initial_states
 from grace.tensorflow.saved import check_finite
 from grace.tensorflow.stage import Stage, StateVariable
 
@@ -41,20 +40,19 @@ class VariableRun:
     """The plans and states of a run in variables, which `grace.core.state.run.Run` has as values.
 
     A graph contains all stages, which share variables, and selects one by the step number. `make_variable(name, value)`
-    makes the variables of a checkpoint. `delegate` says which tensors the adapter exchanges itself.
+    makes the variables of a checkpoint.
     """
 
     def __init__(
         self,
-        specs: Sequence[TensorSpec],
-        config: Config,
+        stages: Stages,
         make_variable: Callable[[str, tf.Tensor], tf.Variable],
         *,
+        seed: int,
         rank: int,
         ranks: Ranks,
-        delegate: Callable[[Assignment], bool],
     ) -> None:
-        self._specs, self.ranks, self._delegate, self._seed = specs, ranks, delegate, config.seed
+        self.ranks, self._seed = ranks, seed
         # The rank and the number of ranks to which the memories belong.
         self.place = rank, ranks.size
         self._make = make_variable
@@ -68,7 +66,7 @@ class VariableRun:
         # The memories with which no rank can start from zero alone.
         self._joint: set[Memory] = set()
         self._stages: list[Stage] = []
-        for first, plan in make_plans(specs, config, ranks=ranks, prefix="bucket", delegate=delegate):
+        for first, plan in stages:
             self._add(first, plan)
         #: The stages of the steps from now on. After `change`, that is only the last one.
         self.live = [*self._stages]
@@ -78,8 +76,10 @@ class VariableRun:
         self._changed = -1, self._stages[0]
 
     def _add(self, first: int, plan: Plan) -> Stage:
-        """Add a stage, and make its variables."""
+        """Add a stage, and make its variables. Raises IncompatibleError if the ranks cannot run it."""
         number = len(self._stages)
+        for item in plan.assignments:
+            item.compressor.check_ranks(self.ranks.size)
 
         def make(unit: str, kind: str, key: str, value: tf.Tensor) -> StateVariable:
             for stage in self._stages:
@@ -159,14 +159,6 @@ class VariableRun:
 
     # --- change -------------------------------------------------------------------------------------------------
 
-    def plan_of(self, config: Config) -> Plan:
-        """Return the plan for `change` under a changed configuration. Raises ConfigError if the ranks cannot run it."""
-        prefix = f"bucket.change{len(self._stages)}"
-        plan = next_plan(self._specs, config, self.plan, ranks=self.ranks, prefix=prefix, delegate=self._delegate)
-        for item in plan.assignments:
-            item.compressor.check_ranks(self.ranks.size)
-        return plan
-
     def change(self, plan: Plan) -> None:
         """Replace the plan. Graphs that were traced earlier raise an error from now on."""
         # Until the next step, statistics describe the last step of the old plan.
@@ -176,10 +168,11 @@ class VariableRun:
         self._carry(before, stage)
         self._count.assign(len(self._stages))
 
-    def _carry(self, before: Stage, after: Stage) -> None:
-        """Carry the states of one stage over to another."""
+    def _carry(self, before: Stage, after: Stage) -> tf.Tensor:
+        """Carry the states of one stage over to another. Return True; see `restore`."""
         size = self.ranks.size
         after.write(carry(before.plan, after.plan, before.read(), self._fresh, tensorflow_ops, size))
+        return tf.constant(True)
 
     def _fresh(self, unit: Unit) -> UnitStates:
         return initial(unit, tensorflow_ops(unit.spec.device), self._seed, rank=None)
@@ -244,9 +237,8 @@ class VariableRun:
         for state, value in snapshot:
             if memories or state.kind != "memory":
                 state.variable.assign(value)
-        for state in () if memories else self.states.values():
-            if state.kind == "memory":
-                _clear(state.variable)
+        if not memories:
+            _clear(*(state.variable for state in self.states.values() if state.kind == "memory"))
         return tf.constant(False)
 
     def restore_tensors(self, snapshot: Sequence[tuple[StateVariable, tf.Tensor]], names: Collection[str]) -> None:
@@ -291,17 +283,10 @@ class VariableRun:
 
         It must run before a snapshot for a rollback is taken, because it stays in effect even if the step is skipped.
         """
-
-        def entering(before: Stage, stage: Stage) -> Callable[[], tf.Tensor]:
-            def enter() -> tf.Tensor:
-                self._carry(before, stage)
-                return tf.constant(True)
-
-            return enter
-
         step = self.counter
         for before, stage in itertools.pairwise(self.live):
-            tf.cond(tf.equal(step, stage.first), entering(before, stage), lambda: tf.constant(False))
+            entering = functools.partial(self._carry, before, stage)
+            tf.cond(tf.equal(step, stage.first), entering, lambda: tf.constant(False))
 
     def check_current(self) -> tf.Operation:
         """Return the operation that raises an error in a graph that is no longer valid. It is traced into a graph."""

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from grace.core.observe.statistics import Notes
 from grace.core.plan.plan import Plan
-from grace.core.spec import State
 from grace.core.state.states import UnitStates
 from grace.core.transport.collectives import KINDS
 
@@ -49,12 +48,9 @@ class Stage:
 
     def read(self) -> dict[str, UnitStates]:
         """Return the states of all units."""
-
-        def values(states: Mapping[str, StateVariable]) -> State:
-            return {key: state.variable.read_value() for key, state in states.items()}
-
         return {
-            name: {kind: values(state) for kind, state in states.items()} for name, states in self.variables.items()
+            name: {kind: {key: x.variable.read_value() for key, x in state.items()} for kind, state in states.items()}
+            for name, states in self.variables.items()
         }
 
     def write(self, units: Mapping[str, UnitStates]) -> None:

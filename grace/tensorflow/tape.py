@@ -16,7 +16,8 @@ from grace.core.errors import ConfigError
 from grace.core.session.start import refuse_arguments
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
-from grace.tensorflow.optimizer import REFUSED, check_process
+from grace.tensorflow.optimizer import REFUSED
+from grace.tensorflow.transport import check_process
 
 _WHERE = "grace.tensorflow.DistributedGradientTape"
 # A tape exists for one step only. The exchanges here live as long as the first of their variables, so that the tape of

@@ -24,6 +24,19 @@ class _Tensor(Handle):
         return self.result
 
 
+def check_process(where: str, process_set: Any) -> None:
+    """Raise ConfigError if this process cannot run collectives."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise ConfigError(f"{where}: TensorFlow runs in TensorFlow 1's graph mode; do not disable eager execution.")
+    if not hvd.is_initialized():
+        raise ConfigError(f"{where}: Horovod is not initialized; call hvd.init() first.")
+    if not isinstance(process_set, hvd.ProcessSet):
+        raise ConfigError(
+            f"{where}: the argument 'process_set' must be an hvd.ProcessSet, received {process_set!r}; "
+            "leave it out to use all ranks."
+        )
+
+
 def local_size_of(process_set: Any) -> int:
     """Return how many ranks of a process set each node has; 0 if unknown."""
     if process_set.process_set_id != 0:

@@ -10,8 +10,7 @@ import pytest
 import grace
 from grace.core.config.registry import communicators
 from grace.core.errors import GraceWarning, IncompatibleError, StateError
-from grace.core.plan.plan import next_plan
-from grace.core.spec import Ranks, TensorSpec
+from grace.core.spec import TensorSpec
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import same
 from tests.support.steps import CUTS, assert_same, each, each_cut, gradient, gradients, states, step, step_at_rest
@@ -27,8 +26,8 @@ DIANA = {"memory": "diana", "communicator": "allgather"}
 def change(sim, **options):
     """Continue with another configuration, as `change` does with other methods."""
     sim.config = grace.make_config({**sim.config.to_dict(), **options})
-    sim._changes += 1
-    plan = next_plan(sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.runs)), prefix=f"grace.change{sim._changes}")
+    plan = sim._plan_of(sim.config)
+    sim.history.append(sim.config)
     for run in sim.runs:
         run.change(plan)
 

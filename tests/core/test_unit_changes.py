@@ -14,9 +14,7 @@ from grace.core.config.config import make_config
 from grace.core.config.registry import compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError, MismatchError, StateError
 from grace.core.methods.memory import holds_residual
-from grace.core.plan.plan import next_plan
 from grace.core.session.simulation import Simulation, poll_all
-from grace.core.spec import Ranks
 from grace.testing.harness import FRAMEWORKS, host, same
 from tests.support import covering
 from tests.support.steps import (
@@ -58,8 +56,8 @@ def residuals(sim):
 def change(sim, **options):
     """Continue with another configuration, as `change` does with other methods."""
     sim.config = make_config({**sim.config.to_dict(), **options})
-    sim._changes += 1
-    plan = next_plan(sim._specs, sim.config, sim.plan, ranks=Ranks(len(sim.runs)), prefix=f"grace.change{sim._changes}")
+    plan = sim._plan_of(sim.config)
+    sim.history.append(sim.config)
     for run in sim.runs:
         run.change(plan)
 

@@ -10,9 +10,9 @@ from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
-def warn(plans: Iterable[Plan], told: set[str]) -> None:
-    """Log the warnings of plans that are not among those `told`, and add them to these."""
-    for text in dict.fromkeys(text for plan in plans for text in plan.warnings):
+def warn(texts: Iterable[str], told: set[str]) -> None:
+    """Log the warnings that are not among those `told`, and add them to these."""
+    for text in texts:
         if text not in told:
             told.add(text)
             logger().warning("%s", text)

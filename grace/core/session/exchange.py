@@ -56,7 +56,8 @@ class Exchange(ABC):
         self.config, self.rank, self.ranks, self.prefix = config, rank, ranks, prefix
         self._specs, self._runs, self._ops = specs, runs, ops
         self._delegate, self._world = delegate, world
-        self._changes = 0
+        #: The configuration before each call of `change`.
+        self.history: list[Config] = []
         #: The optimizers that apply the merged gradients, as far as they are known.
         self.optimizers: list[Optimizer] = []
         # The warnings of plans that were logged.
@@ -85,14 +86,18 @@ class Exchange(ABC):
 
     def _plan_of(self, config: Config) -> Plan:
         """Return the plan that follows the current one under a changed configuration."""
+        return self._plan_after(self.plan, config, len(self.history) + 1, self.ranks)
+
+    def _plan_after(self, before: Plan, config: Config, number: int, ranks: Ranks) -> Plan:
+        """Return the plan after another one with these ranks, after `number` changes."""
         return next_plan(
             self._specs,
             config,
-            self.plan,
-            ranks=self.ranks,
-            prefix=f"{self.prefix}.change{self._changes + 1}",
+            before,
+            ranks=ranks,
+            prefix=f"{self.prefix}.change{number}",
             delegate=self._delegate,
-            modules=self._modules_for(self.ranks),
+            modules=self._modules_for(ranks),
         )
 
     def _modules_for(self, ranks: Ranks) -> Modules | None:
@@ -119,7 +124,7 @@ class Exchange(ABC):
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Tell the user on rank 0 what is sent from now on; see `grace.core.observe.announcement`."""
         if self._speaks:
-            warn((plan for _, plan in stages), self.told)
+            warn((text for _, plan in stages for text in plan.warnings), self.told)
             announce(stages, self.size, f"{self.called}.report()", step)
 
     # --- what users call --------------------------------------------------------------------------------------------
@@ -170,9 +175,9 @@ class Exchange(ABC):
                 plan = self._plan_of(config)
                 meeting.mine.update({"step": int(self.run.step), "formats": formats([plan], self._ops)})
         if plan is not None:
-            self._changes += 1
             for run in self.runs:
                 run.change(plan)
+            self.history.append(self.config)
             self.announce([(0, plan)], int(self.run.step))
         self.config = config
 

@@ -295,7 +295,7 @@ class Simulation(Exchange):
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Log the warnings of the plans; a simulation sends nothing that a user should know of."""
-        warn((plan for _, plan in stages), self.told)
+        warn((text for _, plan in stages for text in plan.warnings), self.told)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return list(mine)

@@ -17,6 +17,7 @@ from grace.core.compressors.topk import TopK
 from grace.core.config.registry import communicators, compressors
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
+from grace.core.plan.plan import make_plans
 from grace.core.session.simulation import SimulatedTransport
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.run import Run
@@ -285,8 +286,8 @@ def test_no_rank_starts_from_zero_alone_in_a_graph(saved_by, allowed):
     from grace.tensorflow.run import VariableRun
 
     dore = grace.make_config(compressor="qsgd", memory="dore", communicator="two_shot", default_rules=False)
-    options = {"delegate": lambda item: False, "rank": 1, "ranks": Ranks(2)}
-    run = VariableRun([TensorSpec("w", (64,))], dore, lambda name, x: tf.Variable(x, trainable=False), **options)
+    stages = make_plans([TensorSpec("w", (64,))], dore, ranks=Ranks(2))
+    run = VariableRun(stages, lambda name, x: tf.Variable(x, trainable=False), seed=0, rank=1, ranks=Ranks(2))
     run.origin.assign(saved_by)
     step = tf.function(lambda: run.belong_to(1, 2))
     if allowed:
