@@ -296,14 +296,7 @@ class VariableRun:
         """Return the statistics of the last step; see `grace.core.state.run.Run.stats`."""
         changed, before = self._changed
         stage = before if self.step == changed else self.stage
-        notes = stage.notes
-        stats = statistics(stage.plan, notes, stage.read(), self.step, times, tensorflow_ops, norms)
-        for name, tensor in stats["tensors"].items():
-            rows = notes.get(("rows", name))
-            if rows is not None:
-                stats["wire_bytes"] += int(rows) - tensor["wire_bytes"]
-                tensor["wire_bytes"] = int(rows)
-        return stats
+        return statistics(stage.plan, stage.notes, stage.read(), self.step, times, tensorflow_ops, norms)
 
     # --- checkpoint ---------------------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ def statistics(
 
     def wire_bytes(item: Assignment) -> int:
         if item.spec.name not in plan.places:
-            return item.spec.nbytes
+            # An adapter notes the bytes of a gradient that it sends as rows.
+            return int(notes.get(("rows", item.spec.name), item.spec.nbytes))
         return sum(sent_of(*place) for place in plan.places[item.spec.name])
 
     def sent_of(unit: Unit, offset: int, piece: Piece) -> int:
@@ -112,12 +113,12 @@ def statistics(
         }
         for bucket in plan.buckets
     }
-    dense = sum(item.spec.nbytes for item in plan.delegated)
     collectives = {kind: sum(noted(kind, bucket.name) for bucket in plan.buckets) for kind in KINDS}
-    collectives["allreduce"] += dense
+    for item in plan.delegated:
+        collectives["allgather" if ("rows", item.spec.name) in notes else "allreduce"] += wire_bytes(item)
     return {
         "step": step,
-        "wire_bytes": sum(sent.values()) + dense,
+        "wire_bytes": sum(sent.values()) + sum(map(wire_bytes, plan.delegated)),
         "collectives": collectives,
         "dense_bytes": sum(item.spec.nbytes for item in plan.assignments),
         "compressed_dense_bytes": sum(item.spec.nbytes for item in plan.assignments if not item.dense),

@@ -68,6 +68,7 @@ def embeddings(labels: list[str]) -> dict[str, Any]:
             # Names are "grace.<process set>.<exchange>.<collective>".
             "sent": {name.split(".", 3)[3]: nbytes for name, nbytes in sent().items()},
             "reported": optimizer.grace.stats()["wire_bytes"],
+            "gathered": optimizer.grace.stats()["collectives"]["allgather"],
         }
     return results
 

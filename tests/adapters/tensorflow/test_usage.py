@@ -275,6 +275,7 @@ def test_embeddings_travel_as_rows_or_compressed(launch):
     rows = {"dense.0.values": 1920, "dense.0.indices": 48, "dense.1": 960, "dense.2": 8}
     for label in set(EMBEDDED) - {"as dense", "accumulated", "compressed"}:
         assert result[label]["sent"] == rows, label
+        assert result[label]["gathered"] == 1920 + 48, label
     for label in ("as dense", "accumulated"):
         assert result[label]["sent"] == {"dense.0": 5120, "dense.1": 960, "dense.2": 8}, label
     # 128 float32 values with int32 indices, and a header. The biases share a bucket with compressed tensors.
