@@ -24,10 +24,11 @@ from grace.core.methods.capabilities import (
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
 from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops import register_backend
 from grace.core.ops.table import composite
 from grace.core.session.simulation import Simulation
-from grace.core.spec import Field, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import Field, Payload, TensorSpec
 from grace.lazy import importer
 
 if TYPE_CHECKING:

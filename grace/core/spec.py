@@ -9,12 +9,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from grace.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from grace.core.ops.composites import ArrayOps
 
 #: An array of whichever framework is in use; only array operations know more about it.
 Array: TypeAlias = Any
@@ -174,41 +171,3 @@ class Ranks(NamedTuple):
 
 
 ONE_RANK = Ranks()
-
-
-class Proposal(NamedTuple):
-    """Array that the ranks combine before they compress: element-wise "sum" or "max", or a rotating "leader"'s."""
-
-    array: Array
-    op: Literal["sum", "max", "leader"]
-
-
-class Site(NamedTuple):
-    """Surroundings of a compressor or memory: array operations, tensor, random key, rank, state and negotiated values.
-
-    For a compressor, `memory` is the state of the memory in the middle of the step: empty if it keeps nothing. `lr` is
-    the learning rate of this step, for memories that need "lr". `norm` is the norm of this rank's gradients of all
-    tensors together, for memories that need "norm". Both are 0-d float64 arrays.
-
-    `out` is an array that the result of this call may be written to, flat: pass it to one operation that makes an array
-    of its dtype and length, as `out=at.out`. For `compress` it is a place for the longest field of the payload, for
-    `merge` one for the gradient. For `compensate` it is a tuple of arrays of the state, which the memory
-    `overwrites`.
-    """
-
-    ops: ArrayOps
-    spec: TensorSpec
-    key: Key
-    rank: int = 0
-    size: int = 1
-    state: State = NO_STATE
-    negotiated: Array | None = None
-    memory: State = NO_STATE
-    lr: Array | None = None
-    norm: Array | None = None
-    out: Any = None
-
-    @property
-    def private_key(self) -> Key:
-        """Key that differs between ranks, so that their rounding errors are independent."""
-        return Key(self.key.seed, self.key.step, self.rank + 1)

@@ -16,11 +16,12 @@ from grace.core.config.registry import communicators, memories
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.memory import Memory
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.plan.unit import Assignment, Unit, whole
 from grace.core.session.simulation import negotiate, run_programs
-from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
 from grace.core.transport.collectives import Program

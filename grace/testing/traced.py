@@ -11,9 +11,10 @@ import pytest
 
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
+from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Key, Site
+from grace.core.spec import Array, Key
 
 P = TypeVar("P", Compressor, Memory)
 

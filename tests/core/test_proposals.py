@@ -14,8 +14,9 @@ from grace.core.memories.none import NoMemory
 from grace.core.memories.residual import Residual
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.site import Proposal
 from grace.core.session.simulation import Simulation
-from grace.core.spec import Field, Proposal, TensorSpec
+from grace.core.spec import Field, TensorSpec
 from grace.testing.harness import array, host
 from tests.support.registered import every_framework
 

@@ -19,7 +19,8 @@ from grace.core.config.registry import Registry, communicators, compressors, mem
 from grace.core.errors import ConfigError, GraceWarning
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
-from grace.core.spec import Field, Proposal
+from grace.core.methods.site import Proposal
+from grace.core.spec import Field
 from grace.testing import CompressorContract
 from tests.core.test_contract_mutants import run
 from tests.support.launch import ROOT

@@ -8,8 +8,9 @@ import pytest
 import grace
 from grace.core.config.registry import compressors
 from grace.core.methods.fusions import compress_checked
+from grace.core.methods.site import Site
 from grace.core.ops import get_ops
-from grace.core.spec import Key, Site, TensorSpec
+from grace.core.spec import Key, TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, host, same
 
 SPEC = TensorSpec("w", (40, 50))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.session.simulation import SimulatedTransport
-from grace.core.spec import Key, Site
+from grace.core.spec import Key
 
 RANKS, LOCAL, SHAPE = 8, 4, (64, 128)
 NUMEL = SHAPE[0] * SHAPE[1]

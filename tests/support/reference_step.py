@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.methods.capabilities import Learning, Negotiating, Stateful, Tuning
+from grace.core.methods.site import Site
 from grace.core.plan.plan import make_plan
 from grace.core.plan.unit import Assignment
 from grace.core.session.simulation import reduced
-from grace.core.spec import HALF_DTYPES, Key, Site
+from grace.core.spec import HALF_DTYPES, Key
 
 
 @dataclass

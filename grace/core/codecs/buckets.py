@@ -8,8 +8,9 @@ from functools import cached_property
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 class BucketQuantizer(Compressor):

@@ -12,8 +12,9 @@ from grace.core.errors import ConfigError
 from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.methods.capabilities import Learning, Negotiating
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, State, TensorSpec
 
 
 def matrix_shape(spec: TensorSpec) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from functools import cache, cached_property
 from grace.core.errors import PayloadError
 from grace.core.methods.capabilities import Learning, Selecting
 from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, State, TensorSpec
 
 _PREFIX = "values/"
 

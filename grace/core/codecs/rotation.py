@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from grace.core.codecs.listed import bits_for, constant_levels, indices_of_levels
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.random import MASK
 from grace.core.ops.table import composite
-from grace.core.spec import MAX_MAGNITUDE, Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Field, Key, Payload, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

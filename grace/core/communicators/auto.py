@@ -16,9 +16,10 @@ from grace.core.config.config import Method
 from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, usual_communicator
+from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, whole
-from grace.core.spec import ITEMSIZE, Key, Ranks, Site, TensorSpec
+from grace.core.spec import ITEMSIZE, Key, Ranks, TensorSpec
 
 _UNION = SparseAllreduce(reduction="union")
 # What is compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,

@@ -13,8 +13,9 @@ from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import merge_finish
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Key, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, State, TensorSpec
 
 
 @compressors.register(

@@ -12,8 +12,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
 

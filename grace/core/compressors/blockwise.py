@@ -12,8 +12,9 @@ from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_pack
 from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.config.registry import About, compressors
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 # The largest integer of each format of integers.
 _INTEGERS = {"int8": 127, "int4": 7}

@@ -10,8 +10,9 @@ from grace.core.codecs.sums import FEEDBACK, Feedback
 from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import compress_sum, merge_scaled
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
-from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register("efsignsgd", About(family="quantization", adam=False))

@@ -9,8 +9,9 @@ from typing import Literal
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

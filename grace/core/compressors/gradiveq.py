@@ -10,8 +10,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register(

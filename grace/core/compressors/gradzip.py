@@ -10,8 +10,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.methods.fusions import merge_finish
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Proposal, Site
+from grace.core.spec import Array, Payload
 
 
 @compressors.register(

@@ -11,8 +11,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning, Tuning
 from grace.core.methods.compressor import Sparsifier, keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, State, TensorSpec
 
 # The middle of the second half of a probe is the step in which this share of the elements would have been sent.
 # benchmarks/hard_threshold.py measures the volume of runs with it.

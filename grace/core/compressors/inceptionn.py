@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register("none", About(family="other", adam=True))

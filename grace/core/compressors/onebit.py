@@ -9,8 +9,9 @@ from grace.core.codecs.lowrank import matrix_shape
 from grace.core.codecs.signs import binarize_means, binary_sum
 from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 # Fewest rows of a matrix whose columns have means of their own: two float32 means take as many bytes as 64 bits.
 MIN_ROWS = 64

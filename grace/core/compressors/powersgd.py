@@ -9,9 +9,10 @@ from grace.core.codecs.lowrank import TwoFactors, matrix_shape, merge_product
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.memories.powersgd import PowerSGDMemory
 from grace.core.methods.fusions import merge_finish
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Payload, Proposal, Site
+from grace.core.spec import Array, Payload
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

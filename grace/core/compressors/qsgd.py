@@ -10,7 +10,8 @@ from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.spec import Array, Payload, Site
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload
 
 
 @compressors.register(

@@ -15,7 +15,8 @@ from grace.core.compressors.topk import TopK, check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.spec import Array, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload, TensorSpec
 
 _SPARSIFIERS: dict[str, type[TopK | RandomK]] = {"topk": TopK, "randomk": RandomK}
 

@@ -10,7 +10,8 @@ from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

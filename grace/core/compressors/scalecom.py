@@ -8,7 +8,8 @@ from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
-from grace.core.spec import Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.methods.site import Proposal, Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

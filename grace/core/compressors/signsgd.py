@@ -9,9 +9,10 @@ from grace.core.codecs.signs import binarize, binarize_finite, majority
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import compress_checked
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.random import MASK, mix
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

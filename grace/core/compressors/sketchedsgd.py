@@ -12,10 +12,11 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Negotiating, Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

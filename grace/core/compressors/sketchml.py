@@ -11,10 +11,11 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.random import hash_words
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 class _Places(NamedTuple):

@@ -12,9 +12,10 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, TensorSpec
 
 # The largest sum of ones that a signed byte holds.
 _MOST_RANKS = 127

@@ -9,7 +9,8 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Sparsifier
 from grace.core.methods.fusions import compress_sum
-from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register(

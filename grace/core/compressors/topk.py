@@ -10,7 +10,8 @@ from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.fusions import compress_sum
-from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 def check_ratio(name: str, ratio: float) -> None:

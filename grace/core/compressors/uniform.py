@@ -10,9 +10,10 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Field, Key, Payload, Proposal, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, TensorSpec
 from grace.core.wire.lanes import MOST
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from grace.core.config.registry import memories
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, State, TensorSpec
 
 
 @memories.register("adacomp")

@@ -12,9 +12,10 @@ from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
 from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, State, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

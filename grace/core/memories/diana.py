@@ -8,8 +8,9 @@ from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, State, TensorSpec
 
 
 @memories.register("diana", About(tests=[{"alpha": 1.0}]))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from grace.core.config.registry import memories
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
-from grace.core.spec import Array, Payload, Site, State
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload, State
 
 
 @memories.register("none")

@@ -9,8 +9,9 @@ from grace.core.errors import ConfigError
 from grace.core.memories.diana import check_mean
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, State, TensorSpec
 
 
 @memories.register("shared_momentum", About(tests=[{"momentum": 0.5}]))

@@ -8,8 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Proposal, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 class Negotiating(ABC):

@@ -9,7 +9,8 @@ from functools import cache, cached_property
 from typing import Literal
 
 from grace.core.methods.capabilities import Selecting
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @dataclass(frozen=True)

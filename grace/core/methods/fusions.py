@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
-from grace.core.spec import Array, Payload, Site, State
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload, State
 
 P = ParamSpec("P")
 R = TypeVar("R")

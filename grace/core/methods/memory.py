@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Payload, State, TensorSpec
 
 
 class Compensated(NamedTuple):

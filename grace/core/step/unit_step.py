@@ -11,9 +11,10 @@ from grace.core.config.registry import memories
 from grace.core.errors import PayloadError
 from grace.core.methods.capabilities import Negotiating, Tuning
 from grace.core.methods.memory import wide_norm
+from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
-from grace.core.spec import NO_STATE, Array, Key, Payload, Proposal, Site, State
+from grace.core.spec import NO_STATE, Array, Key, Payload, State
 from grace.core.state.states import UnitStates
 from grace.core.wire.codings import coded
 from grace.core.wire.layout import sent_bytes

@@ -11,9 +11,10 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

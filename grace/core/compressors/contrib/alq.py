@@ -9,9 +9,10 @@ from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import round_packed
 from grace.core.compressors.contrib.nuqsgd import NUQSGD
 from grace.core.config.registry import About, Setting, compressors
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

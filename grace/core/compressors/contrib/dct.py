@@ -12,8 +12,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Learning, Thinning
 from grace.core.methods.compressor import keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import MAX_MAGNITUDE, Array, Payload, Site, State, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Payload, State, TensorSpec
 
 
 @compressors.register(

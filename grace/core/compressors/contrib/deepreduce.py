@@ -14,9 +14,10 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 _POLICIES = ("p0", "p1", "p2")
 _MOST_PIECES = 1024

@@ -12,8 +12,9 @@ from grace.core.compressors.wangni import Wangni, sparse_entries
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 # Random numbers are multiples of this, and so is a probability.
 _STEP = 2.0**-24

@@ -28,10 +28,11 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, TensorSpec
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native

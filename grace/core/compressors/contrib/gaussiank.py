@@ -11,7 +11,8 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
-from grace.core.spec import Array, Site
+from grace.core.methods.site import Site
+from grace.core.spec import Array
 
 
 @compressors.register(

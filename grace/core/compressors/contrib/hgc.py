@@ -11,7 +11,8 @@ from grace.core.compressors.qsgd import QSGD
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor, Sparsifier
-from grace.core.spec import Array, Site
+from grace.core.methods.site import Site
+from grace.core.spec import Array
 
 
 @compressors.register(

@@ -11,7 +11,8 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

@@ -14,8 +14,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 _MOST_POWER = 8
 

@@ -12,7 +12,8 @@ from grace.core.codecs.levels import bucket_norms
 from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
-from grace.core.spec import Array, Payload, Site
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload
 
 
 @compressors.register(

@@ -13,9 +13,10 @@ from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 _LEAST_BITS, _MOST_BITS = 2, 8
 

@@ -10,7 +10,8 @@ from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
-from grace.core.spec import Array, Payload, Site
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload
 
 # Halvings, until the interval is 2^-10 of the distance from mean to maximum; and the steps of the trimmed search.
 _HALVINGS, _STEP = 10, 0.2

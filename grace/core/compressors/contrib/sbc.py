@@ -10,7 +10,8 @@ from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.methods.capabilities import Selecting, Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from grace.core.codecs.estimated import EstimatedThreshold, deviation
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.spec import Array, Site
+from grace.core.methods.site import Site
+from grace.core.spec import Array
 
 
 @compressors.register(

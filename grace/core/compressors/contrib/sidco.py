@@ -11,8 +11,9 @@ from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Site
+from grace.core.spec import Array
 
 _FIRST = 0.25  # least share of the elements that a stage leaves to the next one
 _NEAR, _MOST = 0.2, 12  # the paper's tolerance of the number sent, and the most stages if the option sets none

@@ -11,8 +11,9 @@ from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.fusions import compress_sum
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, State, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register(

@@ -9,8 +9,9 @@ from functools import cached_property
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 # What three roundings to float32 can add to an error, relative to the largest magnitude.
 _ROUNDING = 2.0**-22

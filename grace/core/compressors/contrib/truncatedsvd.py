@@ -9,7 +9,8 @@ from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
-from grace.core.spec import Array, Field, Payload, Site, TensorSpec
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Field, Payload, TensorSpec
 
 
 @compressors.register(

@@ -12,10 +12,11 @@ from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.codecs.listed import constant_levels, levels_sum, round_packed
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
+from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import plus
 from grace.core.ops.random import MASK
-from grace.core.spec import Array, Field, Key, Payload, Site, TensorSpec
+from grace.core.spec import Array, Field, Key, Payload, TensorSpec
 
 _MOST_BITS = {1: 4, 2: 8}
 # Distance of the rows of a hexagonal lattice whose points in a row have the distance 1.
