@@ -42,7 +42,8 @@ class Exchange(core.Exchange, tf.Module):
     It is a `tf.Module` and can be part of a `tf.train.Checkpoint`. `config` and `options` are those of
     `grace.make_config`; the other arguments are those of Horovod. `plan`, `report`, `stats`, `check_replicas`,
     `state_dict` and `load_state_dict` raise StepError until the variables are known, after `build` or the first step.
-    Raises ConfigError for a wrong configuration or arguments that are not supported.
+    After `change`, trace every graph that contains a step again: an old one raises an error. `ScheduleCallback` does
+    all this for `fit`. Raises ConfigError for a wrong configuration or arguments that are not supported.
     """
 
     called = "optimizer.grace"
@@ -96,18 +97,6 @@ class Exchange(core.Exchange, tf.Module):
     def built(self) -> bool:
         """True if the variables are known and the plan and the state exist."""
         return bool(self._runs)
-
-    def change(self, **changes: Any) -> None:
-        """Change options, for instance change(compress_ratio=0.1), or the method. Residuals are kept.
-
-        All ranks must call it between the same two steps. Then trace every graph that contains a step again; an old
-        graph raises an error. `ScheduleCallback` does all this for `fit`. Raises the errors of `make_config`,
-        ConfigError if the configuration has a schedule, StepError inside a graph, and MismatchError on every rank if
-        the ranks differ.
-        """
-        super().change(**changes)
-        if self._step is not None:
-            self._step.retrace()
 
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step. Raises StepError before the first.

@@ -112,11 +112,6 @@ class VariableRun:
         return [stage.plan for stage in self._stages]
 
     @property
-    def units(self) -> dict[str, Unit]:
-        """The units of all stages by name. A unit is compressed as a whole."""
-        return {name: unit for plan in self.plans for name, unit in plan.stateful.items()}
-
-    @property
     def plan(self) -> Plan:
         """The plan of the next step."""
         return self._at(self.step).plan
@@ -243,7 +238,7 @@ class VariableRun:
 
     def restore_tensors(self, snapshot: Sequence[tuple[StateVariable, tf.Tensor]], names: Collection[str]) -> None:
         """Write the states of some tensors back, even if their units also contain other tensors."""
-        units = self.units
+        units = {name: unit for plan in self.plans for name, unit in plan.stateful.items()}
         for (_, name, _, key, variable), value in snapshot:
             unit, ranges = units[name], ranges_of(units[name], names)
             if ranges == [(0, unit.spec.numel)] or (ranges and variable.shape == (unit.spec.numel,)):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from grace.core.observe.statistics import Notes
 from grace.core.plan.plan import Plan
 from grace.core.state.states import UnitStates
-from grace.core.transport.collectives import KINDS
 
 
 class StateVariable(NamedTuple):
@@ -21,6 +21,15 @@ class StateVariable(NamedTuple):
     kind: str
     key: str
     variable: tf.Variable
+
+
+def made_outside(shape: Any, dtype: tf.DType) -> tf.Variable:
+    """Return a variable of zeros that no graph knows to be made while it is traced.
+
+    TensorFlow would trace a function twice that makes an ordinary variable.
+    """
+    with tf.init_scope():
+        return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
 
 
 class Stage:
@@ -43,7 +52,6 @@ class Stage:
             name: {kind: {key: make(name, kind, key, x) for key, x in state.items()} for kind, state in states.items()}
             for name, states in initial.items()
         }
-        self._counts: dict[tuple[str, str], tf.Variable] = {}
         self._notes: Notes = {}
 
     def read(self) -> dict[str, UnitStates]:
@@ -60,36 +68,15 @@ class Stage:
                 for key, value in state.items():
                     self.variables[name][kind][key].variable.assign(value)
 
-    def expect_notes(self, norms: bool, rows: Sequence[str]) -> None:
-        """Make the variables for statistics that are known only when the graph runs.
-
-        `rows` names the tensors that are sent as rows. The variables are made before tracing, because TensorFlow traces
-        a function twice if it makes variables.
-        """
-        for bucket in self.plan.buckets:
-            for kind in ("bucket", *KINDS) if not bucket.route.fixed else ():
-                self._expect(kind, bucket.name, [], tf.int64)
-            for unit in bucket.units:
-                chain, count = (unit, *unit.chain), len(unit.pieces)
-                if any(each.wire_bytes is None for each in chain):
-                    self._expect("unit", unit.spec.name, [], tf.int64)
-                if count > 1 and any(each.lists_entries for each in chain):
-                    self._expect("entries", unit.spec.name, [count], tf.int64)
-                for kind in ("size", "error") if norms else ():
-                    self._expect(kind, unit.spec.name, [count], tf.float64)
-        for name in rows:
-            self._expect("rows", name, [], tf.int64)
-
-    def _expect(self, kind: str, name: str, shape: Sequence[int], dtype: tf.DType) -> None:
-        self._counts[kind, name] = tf.Variable(tf.zeros(shape, dtype), trainable=False)
-
     def note(self, notes: Notes) -> None:
         """Store notes about the last step."""
         for place, value in notes.items():
-            variable = self._counts.get(place)
-            if variable is not None:
-                variable.assign(tf.cast(value, variable.dtype))
-            self._notes[place] = value if variable is None else variable
+            if not tf.is_tensor(value):
+                self._notes[place] = value
+                continue
+            if place not in self._notes:
+                self._notes[place] = made_outside(value.shape, value.dtype)
+            self._notes[place].assign(value)
 
     @property
     def notes(self) -> Notes:

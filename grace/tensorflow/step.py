@@ -34,20 +34,11 @@ class GraphStep:
         self, exchange: Exchange, transport: HorovodTransport, kinds: Sequence[tuple[TensorSpec, str | None]]
     ) -> None:
         self._exchange, self._transport, self._kinds = exchange, transport, kinds
-        self._states, self._known = exchange.run, set[Stage]()
+        self._states = exchange.run
         self._watch = Watch(transport.rank, transport.size, exchange.timeout, self._under_way)
         self._replicas = Replicas(exchange.config.check_replicas)
-        self.retrace()
-
-    def retrace(self) -> None:
-        """Forget all graphs, and make what those of new stages need."""
-        exchange = self._exchange
-        rows = [spec.name for spec, kind in self._kinds if kind not in (None, "dense")]
-        for stage in set(self._states.live) - self._known:
-            self._known.add(stage)
-            stage.expect_notes(exchange.track_norms, rows)
-            exchange.times.expect(stage.plan)
-        self._graph = functools.cache(self._trace)
+        # The stages in the graphs that were traced.
+        self._traced: list[Stage] | None = None
 
     def _trace(self, absent: frozenset[int], scale: tf.DType | None) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not."""
@@ -90,6 +81,9 @@ class GraphStep:
         ]
         if loss_scale is not None:
             given.append(loss_scale)
+        if self._traced is not self._states.live:
+            # It is the first step, or the first one after `change`.
+            self._traced, self._graph = self._states.live, functools.cache(self._trace)
         try:
             merged = self._graph(absent, None if loss_scale is None else loss_scale.dtype)(*given)
         except tf.errors.InvalidArgumentError as error:

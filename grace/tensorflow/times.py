@@ -11,6 +11,7 @@ import tensorflow as tf
 from grace.core.observe.timeline import Moments, Times, moments_of
 from grace.core.plan.plan import Plan
 from grace.core.spec import Array
+from grace.tensorflow.stage import made_outside
 
 
 class GraphTimes(Times):
@@ -22,20 +23,13 @@ class GraphTimes(Times):
     def __init__(self) -> None:
         super().__init__()
         self.track = False
-        # For each plan, its moments and their values in the last step.
-        self._places: dict[tuple[str, ...], tuple[list[tuple[str, str]], tf.Variable]] = {}
+        # For the moments of each plan, their values in the last step.
+        self._values: dict[tuple[tuple[str, str], ...], tf.Variable] = {}
         self._stamps: dict[tuple[str, str], tf.Tensor] = {}
 
     def start(self, path: str | os.PathLike[str], rank: int, size: int) -> None:
         super().start(path, rank, size)
         self.track = True
-
-    def expect(self, plan: Plan) -> None:
-        """Make the variables before the step is traced, as `VariableSlots.expect_notes` does."""
-        if self.track and plan.buckets:
-            found = moments_of(plan)
-            variable = tf.Variable(tf.zeros([len(found)], tf.float64), trainable=False)
-            self._places[_named(plan)] = found, variable
 
     def mark(self, moment: str, name: str, after: Iterable[Array] | None = None) -> None:
         if self.track and after is not None:
@@ -43,13 +37,14 @@ class GraphTimes(Times):
                 self._stamps[moment, name] = tf.timestamp()
 
     def finish(self, step: Any, plan: Plan, sent: Callable[[str], Any]) -> None:
-        if _named(plan) not in self._places:
+        if not self.track or not plan.buckets:
             return
-        found, variable = self._places[_named(plan)]
+        names, found = [bucket.name for bucket in plan.buckets], tuple(moments_of(plan))
+        if found not in self._values:
+            self._values[found] = made_outside([len(found)], tf.float64)
         stamps = tf.stack([self._stamps[place] for place in found])
         self._stamps.clear()
-        variable.assign(stamps)
-        names = _named(plan)
+        self._values[found].assign(stamps)
 
         def write(step: Any, stamps: Any, counts: Any) -> None:
             moments = dict(zip(found, map(float, stamps), strict=True))
@@ -59,12 +54,8 @@ class GraphTimes(Times):
         tf.numpy_function(write, [step, stamps, counts], [])
 
     def moments(self, plan: Plan) -> Moments:
-        if _named(plan) not in self._places:
+        found = tuple(moments_of(plan))
+        if found not in self._values:
             return {}
-        found, variable = self._places[_named(plan)]
-        values = variable.numpy()
+        values = self._values[found].numpy()
         return dict(zip(found, map(float, values), strict=True)) if values.all() else {}
-
-
-def _named(plan: Plan) -> tuple[str, ...]:
-    return tuple(bucket.name for bucket in plan.buckets)

@@ -145,7 +145,7 @@ def _learning_rates(communicator: Any) -> dict[str, Any]:
     for _ in rates:
         apply()
     states, mine = optimizer.grace.run.stage.read(), tf.zeros(1200)
-    for name, unit in optimizer.grace.run.units.items():
+    for name, unit in optimizer.grace.plan.stateful.items():
         if unit.kept_by(hvd.rank()):
             # The mean of all ranks follows. A residual of an owner is one of the mean already.
             residual = states[name]["memory"]["residual"] * (1 if unit.owners is None else hvd.size())

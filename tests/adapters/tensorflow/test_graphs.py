@@ -15,6 +15,7 @@ from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.threshold import Threshold
 from grace.core.compressors.topk import TopK
 from grace.core.config.registry import communicators, compressors
+from grace.core.errors import IncompatibleError
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
 from grace.core.plan.plan import make_plans
@@ -120,7 +121,6 @@ class RunInVariables(Run):
         self._counter, self._plan = tf.Variable(tf.zeros([], tf.int64), trainable=False), plan
         super().__init__([(0, plan)], *given, **options)
         self.track_norms = track_norms
-        self._stage.expect_notes(track_norms, ())
 
     @property
     def _states(self):
@@ -167,7 +167,6 @@ class Graph:
         for rank in range(size):
             times = GraphTimes()
             times.track = track_times
-            times.expect(self.plan)
             transport = SimulatedTransport(rank, self.sim.network, ops)
             given = {"seed": 5, "rollback": self.sim.config.rollback, "times": times, "track_norms": track_norms}
             self.runs.append(RunInVariables(self.plan, lambda device: ops, transport, **given))
@@ -296,3 +295,14 @@ def test_no_rank_starts_from_zero_alone_in_a_graph(saved_by, allowed):
         return
     with pytest.raises(tf.errors.InvalidArgumentError, match="no rank can start from zero alone"):
         step()
+
+
+def test_more_ranks_than_a_method_can_add_are_refused():
+    import tensorflow as tf
+
+    from grace.tensorflow.run import VariableRun
+
+    uniform = grace.make_config(compressor="uniform", bits=24, default_rules=False)
+    stages = make_plans([TensorSpec("w", (64,))], uniform, ranks=Ranks(257))
+    with pytest.raises(IncompatibleError, match="at most 256 ranks"):
+        VariableRun(stages, lambda name, x: tf.Variable(x, trainable=False), seed=0, rank=0, ranks=Ranks(257))
