@@ -10,12 +10,12 @@ from mpi4py import MPI
 
 from grace.core.config.config import Config
 from grace.core.errors import StepError
-from grace.core.guards.agreement import check_steps
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.session.exchange import Exchange
 from grace.core.session.start import Request, open_session
 from grace.core.spec import Array, TensorSpec, as_specs
+from grace.core.state.rollback import Rollback
 from grace.core.step.step import check_lr
 from grace.mpi.transport import MPITransport
 
@@ -60,7 +60,8 @@ class MPIExchange(Exchange):
             raise
         rank, ranks = self.transport.rank, self.transport.ranks
         super().__init__(made, specs, [run], ops, rank=rank, ranks=ranks, world=[_WORLD])
-        self.announce(self.run.stages)
+        self.rollback = Rollback(run, self.transport.discard, self.called)
+        self.announce(run.stages)
 
     def __call__(self, gradients: Mapping[str, Array], lr: float | None = None) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.
@@ -113,11 +114,7 @@ class MPIExchange(Exchange):
         `timeout` of the configuration, and lets the exchange go on. Raises MismatchError on every rank if the call has
         succeeded on some of them: then load a checkpoint.
         """
-        steps = self.transport.discard(int(self.run.step))
-        # Also on a rank that has not begun the call: without roll-back, memories start from zero on all ranks.
-        self.run.discard()
-        self.run.reset_completed()
-        check_steps(steps)
+        self.rollback.discard()
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return self.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)

@@ -54,13 +54,13 @@ class OptimizerAdapter(ABC):
         check_frozen: Callable[[], None],
     ) -> None:
         self.optimizer, self.plain, self.exchange = optimizer, plain, exchange
-        self.run, self.way_back = exchange.run, exchange.way_back
+        self.run, self.rollback = exchange.run, exchange.rollback
         self.names, self.check_frozen = names, check_frozen
 
     def attach(self) -> None:
         """Put the methods in their places. No other optimizer may have the class of this one."""
         optimizer = self.optimizer
-        optimizer.grace, self.way_back.forget = self.exchange, self.forget
+        optimizer.grace, self.rollback.forget = self.exchange, self.forget
         for name in self.replaced:
             method = getattr(self, name)
             setattr(optimizer, name, method)
@@ -138,16 +138,16 @@ class GradientAdapter(OptimizerAdapter):
                 lambda which: getattr(which, "grace", None) is self.exchange,
                 synchronize=self.synchronize,
                 exchanged=lambda _: self.skip_synchronize(),
-                done=self.way_back.let_go,
+                done=self.rollback.let_go,
             )
 
     # --- during the backward pass -----------------------------------------------------------------------------------
 
     def start(self, p: torch.nn.Parameter) -> Any:
         """Start the exchange of a gradient; return what `_allreduce_grad_async` may return."""
-        with self.way_back.attempt():
+        with self.rollback.attempt():
             if not self.taken:
-                self.way_back.keep()
+                self.rollback.keep()
                 self.exchange.start_comparing()
             handle = self._hand_over(p)
             assert p.grad is not None
@@ -199,7 +199,7 @@ class GradientAdapter(OptimizerAdapter):
         """Complete the exchange: all gradients are then those of all ranks."""
         # A second synchronize() would exchange the merged gradients again, and momentum and residuals would count
         # another step.
-        with self.way_back.attempt():
+        with self.rollback.attempt():
             if self.optimizer._handles or not self.optimizer._synchronized:
                 self._complete()
 
@@ -232,7 +232,7 @@ class GradientAdapter(OptimizerAdapter):
     def step(self, closure: Any = None) -> Any:
         """Exchange the gradients, unless an earlier `synchronize()` has done so, and apply them."""
         optimizer, exchange = self.optimizer, self.exchange
-        self.way_back.check()
+        self.rollback.check()
         loss = None
         if closure is not None:
             # Before the exchange of the gradients that it computes.
@@ -248,7 +248,7 @@ class GradientAdapter(OptimizerAdapter):
             self.synchronize()
         optimizer._synchronized = False
         result = self.plain.step()
-        self.way_back.let_go()
+        self.rollback.let_go()
         if self.loss_scale is not None:
             self.loss_scale.applied(optimizer)
         # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
@@ -260,10 +260,10 @@ class GradientAdapter(OptimizerAdapter):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Raises StepError while they are being exchanged."""
         self._refuse_while_under_way("zero_grad()")
-        if self.way_back.before is not None and self.exchange.config.rollback:
+        if self.rollback.before is not None and self.exchange.config.rollback:
             # The gradients were exchanged by synchronize(), and no step() has applied them.
-            self.run.put_back(self.way_back.before)
-        self.way_back.let_go()
+            self.run.put_back(self.rollback.before)
+        self.rollback.let_go()
         self.plain.zero_grad(set_to_none=set_to_none)
         if self.views is not None:
             self.views.clear()
@@ -292,7 +292,7 @@ class GradientAdapter(OptimizerAdapter):
             raise _changed("gradients were")
 
     def _refuse_while_under_way(self, call: str) -> None:
-        self.way_back.check()
+        self.rollback.check()
         if self.optimizer._handles:
             raise StepError(
                 f"{call} was called after backward() but before step() or synchronize(), while gradients are being "

@@ -37,8 +37,8 @@ class Applied:
     """
 
     def __init__(self, exchange: Exchange, names: Mapping[torch.Tensor, str]) -> None:
-        self._run, self._way_back, self._names = exchange.run, exchange.way_back, names
-        self._rollback = exchange.config.rollback
+        self._run, self._rollback, self._names = exchange.run, exchange.rollback, names
+        self._keeps_states = exchange.config.rollback
         self._waiting: dict[torch.Tensor, _Exchanged] = {}
         # The backward pass that has been looked at, and whether gradients have come since an optimizer's last step.
         self._pass = -1
@@ -66,8 +66,8 @@ class Applied:
 
     def exchanged(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take note of an exchange of these gradients, at its end."""
-        self._exchanged, before = True, self._way_back.before
-        if before is None or not self._rollback:
+        self._exchanged, before = True, self._rollback.before
+        if before is None or not self._keeps_states:
             return
         for p in parameters:
             if self._run.exchanges(self._names[p]):
@@ -107,7 +107,7 @@ class Applied:
         """Find what was dropped, before the first gradient of a backward pass is added to those that are left."""
         self._pass = torch._C._current_graph_task_id()
         self._came = self._came or self._expected()
-        if not self._waiting or self._way_back.before is not None:
+        if not self._waiting or self._rollback.before is not None:
             return
         dropped: dict[int, tuple[Savepoint, list[str]]] = {}
         unknown: list[str] = []

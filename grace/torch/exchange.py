@@ -27,12 +27,12 @@ from grace.core.spec import TensorSpec
 from grace.core.state.checkpoint import carrying
 from grace.core.state.checks import check_mapping
 from grace.core.state.merge import in_rank_order
+from grace.core.state.rollback import Rollback
 from grace.core.state.run import Run
 from grace.core.transport.transport import Handle
 from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale, unknown_scaler_scales
 from grace.torch.views import apart
-from grace.torch.way_back import WayBack
 
 if TYPE_CHECKING:
     from grace.torch.applied import Applied
@@ -86,7 +86,7 @@ class Exchange(core.Exchange):
         self.applied: Applied | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
         self.scaler_sought = False
-        self.way_back = WayBack(run, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
+        self.rollback = Rollback(run, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
 
     def discard(self) -> None:
         """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.
@@ -99,7 +99,7 @@ class Exchange(core.Exchange):
         ranks have applied a step that others have not. Then a checkpoint can be loaded.
         """
         self._forget()
-        self.way_back.discard()
+        self.rollback.discard()
 
     @property
     def transport(self) -> Any:
@@ -123,7 +123,7 @@ class Exchange(core.Exchange):
     def abandon(self) -> None:
         """Drop the step under way on this rank, whatever the others do, because Horovod will start anew."""
         self._forget()
-        self.way_back.give_up()
+        self.rollback.give_up()
 
     def _forget(self) -> None:
         """Forget the gradients and comparisons of the step under way."""

@@ -29,7 +29,7 @@ class LocalAdapter(OptimizerAdapter):
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of this rank, and exchange the weights if it is time."""
-        self.way_back.check()
+        self.rollback.check()
         if self.steps % self.every == 0:
             self.exchange.start_comparing()
             # The weights may have been loaded or broadcast since the last exchange.
@@ -51,8 +51,8 @@ class LocalAdapter(OptimizerAdapter):
 
     def _meet(self) -> None:
         self.meeting = True
-        with self.way_back.attempt(), torch.no_grad():
-            self.way_back.keep()
+        with self.rollback.attempt(), torch.no_grad():
+            self.rollback.keep()
             self.exchange.finish_comparing()
             for p, name in self.names.items():
                 if p.requires_grad:
@@ -65,7 +65,7 @@ class LocalAdapter(OptimizerAdapter):
                 if p.requires_grad:
                     p.copy_(self.met[p] - moved[name])
         self.meeting = False
-        self.way_back.let_go()
+        self.rollback.let_go()
 
     def forget(self) -> None:
         """Return to the weights after the last exchange."""
@@ -85,7 +85,7 @@ class LocalAdapter(OptimizerAdapter):
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         """Load a state of this optimizer, or a list with those of all ranks."""
-        self.way_back.check()
+        self.rollback.check()
         given = self.exchange.gathered(state_dict)
         saved, local = given.pop("grace", None), given.pop("grace_local", None)
         expected = {name: show(self.met[p]) for p, name in self.names.items()}

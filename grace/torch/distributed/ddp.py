@@ -103,7 +103,7 @@ class GradientHook:
         self._parameters = parameters
         self._names = {p: name for name, p in parameters.items()}
         self._kinds = {p: (p.dtype, p.device) for p in parameters.values() if p.requires_grad}
-        self._run, self._way_back = exchange.run, exchange.way_back
+        self._run, self._rollback = exchange.run, exchange.rollback
         # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass. Each of
         # them then has the index 0, and none is the last one.
         self._delayed = model.static_graph
@@ -131,7 +131,7 @@ class GradientHook:
         self._watch_kinds()
         if exchange.loss_scale is not None:
             exchange.loss_scale.attach_to(lambda: self._trained)
-        exchange.way_back.forget = self._forget
+        exchange.rollback.forget = self._forget
         alive = weakref.ref(model)
         # False after a forward pass in no_sync(), whose gradients stay on this rank.
         self._applied.attach(lambda: bool(getattr(alive(), "require_forward_param_sync", False)))
@@ -178,7 +178,7 @@ class GradientHook:
         parameters, begins = bucket.parameters(), not self._passed
         self._passed.update(parameters)
         try:
-            with self._way_back.attempt(), torch.no_grad():
+            with self._rollback.attempt(), torch.no_grad():
                 if begins:
                     self._begin()
                 future = self._start(bucket, parameters)
@@ -195,7 +195,7 @@ class GradientHook:
         return _completed(bucket.buffer()) if future is None else future
 
     def _begin(self) -> None:
-        self._way_back.keep()
+        self._rollback.keep()
         self._exchange.start_comparing()
         if not self._run.completed:
             # Ranks at different stages of a schedule would start different collectives, and an error about these would
@@ -285,7 +285,7 @@ class GradientHook:
         """Complete the exchange, bucket by bucket; with an error, leave gradients as they are."""
         try:
             if self._failure is None:
-                with self._way_back.attempt(), torch.no_grad():
+                with self._rollback.attempt(), torch.no_grad():
                     self._finish()
         except Exception as error:
             self._failure = error
@@ -312,7 +312,7 @@ class GradientHook:
         # It counts the step, also if DDP reduced all tensors.
         self._run.finish(unused=unused)
         self._applied.exchanged(p for p in self._passed if self._names[p] not in unused)
-        self._way_back.let_go()
+        self._rollback.let_go()
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.finish()
 

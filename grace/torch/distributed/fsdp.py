@@ -122,7 +122,7 @@ class ShardedExchange(ModelExchange):
         super().__init__(session, specs, run, library, {}, delegate=_is_dense)
         self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
-        self.way_back.forget = self._forget
+        self.rollback.forget = self._forget_pass
 
     def exchanged(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges, as they are sharded now."""
@@ -131,12 +131,12 @@ class ShardedExchange(ModelExchange):
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Surround a part of the exchange in a backward pass; the first one begins a step."""
-        with self.way_back.attempt(), torch.no_grad():
+        with self.rollback.attempt(), torch.no_grad():
             if not self._begun:
                 self._begun = True
                 call_after_backward(self._end)
                 self.meet()
-                self.way_back.keep()
+                self.rollback.keep()
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,11 +166,11 @@ class ShardedExchange(ModelExchange):
 
     def _end(self) -> None:
         self._begun = False
-        self.way_back.let_go()
+        self.rollback.let_go()
         if self.loss_scale is not None:
             self.loss_scale.finish()
 
-    def _forget(self) -> None:
+    def _forget_pass(self) -> None:
         self._begun = False
         if self.loss_scale is not None:
             self.loss_scale.forget()

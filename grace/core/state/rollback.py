@@ -1,4 +1,4 @@
-"""`WayBack`: the return to the states before a step that will not be finished."""
+"""`Rollback`: the return to the states before a step that will not be finished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.core.guards.agreement import check_steps
 from grace.core.state.run import Run, Savepoint, step_of
 
 
-class WayBack:
+class Rollback:
     """The states before the step under way, kept until the optimizer has applied it, and the return to them."""
 
     def __init__(self, run: Run, drop: Callable[[int], list[int]], called: str) -> None:
@@ -74,14 +74,14 @@ class WayBack:
 
 
 class _Attempt(AbstractContextManager[None]):
-    """Context of `WayBack.attempt`. One object serves all gradients: a generator for each takes four times as long."""
+    """Context of `Rollback.attempt`. One object serves all gradients: a generator for each takes four times as long."""
 
-    def __init__(self, way_back: WayBack) -> None:
-        self._way_back = way_back
+    def __init__(self, rollback: Rollback) -> None:
+        self._rollback = rollback
 
     def __enter__(self) -> None:
-        self._way_back.check()
+        self._rollback.check()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is not None:
-            self._way_back.fail()
+            self._rollback.fail()
