@@ -126,11 +126,12 @@ class Plan:
         return {}
 
     def only(self, tensors: Collection[str]) -> Plan:
-        """Return the part of the plan with these tensors, which share no bucket with others."""
+        """Return the part of the plan with these tensors, which share no bucket with others, and all warnings."""
         return Plan(
             tuple(bucket for bucket in self.buckets if bucket.units[0].pieces[0].tensor in tensors),
             tuple(item for item in self.exchanged if item.spec.name in tensors),
             tuple(item for item in self.delegated if item.spec.name in tensors),
+            self.warnings,
         )
 
     @property
@@ -210,6 +211,14 @@ class Modules(NamedTuple):
     of: Mapping[str, str]
     # What the framework's sharding requires, in place of the communicators of the configuration.
     communicator: Communicator | None = None
+
+    @property
+    def members(self) -> dict[str, set[str]]:
+        """The tensors of each module."""
+        found: dict[str, set[str]] = {}
+        for tensor, module in self.of.items():
+            found.setdefault(module, set()).add(tensor)
+        return found
 
 
 def share(total: int, unit: Unit, offset: int, piece: Piece) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Meeting, formats
+from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
-from grace.core.plan.plan import Plan, make_plans
+from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
@@ -98,15 +99,25 @@ class Session(Meeting):
         *,
         average: bool,
         delegate: Callable[[Assignment], bool] = lambda item: False,
+        modules: Modules | None = None,
     ) -> Run:
         """Return the run of this process, and describe its exchange to the other ranks.
 
         The arguments are those of `Run` and `Exchange`.
         """
         config, transport = self.config, self.transport
-        plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate)
+        plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
         self.mine.update(described(config, specs, [plan for _, plan in plans], ops))
-        run = Run(plans, ops, transport, seed=config.seed, average=average, rollback=config.rollback)
+        run = Run(
+            plans,
+            ops,
+            transport,
+            seed=config.seed,
+            average=average,
+            rollback=config.rollback,
+            modules=modules and modules.members,
+            times=modules and ModuleTimes(),
+        )
         if transport.rank >= 0:
             run.times.start_as_told(*self.world)
         return run

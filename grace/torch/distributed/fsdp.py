@@ -26,8 +26,7 @@ from grace.core.config.config import Config
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import agree, formats
-from grace.core.observe.timeline import ModuleTimes
-from grace.core.plan.plan import Modules, Plan, make_plans
+from grace.core.plan.plan import Modules, Plan
 from grace.core.plan.unit import Assignment
 from grace.core.session.start import Request, Session, described, open_session
 from grace.core.spec import Ranks, TensorSpec
@@ -208,7 +207,8 @@ class _Reduction:
     def __init__(self, group: _Group, exchange: ShardedExchange, process_group: Any) -> None:
         self._group, self._exchange, self._run = group, exchange, exchange.run
         self._process_group = process_group
-        self._names = {tensor.sharded: tensor for tensor in group.tensors}
+        self._tensor_of = {tensor.sharded: tensor for tensor in group.tensors}
+        self._named = {tensor.name: tensor for tensor in group.tensors}
 
     def _present(self, length: int) -> dict[str, int]:
         """Return the start of each tensor in FSDP's buffer, of `length` elements per rank; frozen ones are not there.
@@ -219,14 +219,14 @@ class _Reduction:
         for param in self._group.params.fsdp_params:
             if not param.sharded_param.requires_grad:
                 continue
-            if param not in self._names:
+            if param not in self._tensor_of:
                 raise StepError(
                     f"a parameter of module '{self._group.name}' was frozen when the model was registered, and trains "
                     "now: expected the same parameters to train, or fewer. Unfreeze it before you call "
                     "grace.torch.register()."
                 )
-            starts[self._names[param].name] = at
-            at += self._names[param].chunk
+            starts[self._tensor_of[param].name] = at
+            at += self._tensor_of[param].chunk
         if at != length:
             raise StepError(
                 f"module '{self._group.name}': expected gradients of {at:,} elements per rank, received {length:,}. "
@@ -268,8 +268,26 @@ class _Reduction:
             scale.unscale_(wide)
         return wide
 
-    def _scale_into(self, output: torch.Tensor, merged: torch.Tensor) -> None:
-        """Write merged gradients with the loss scale to FSDP's buffer, which may be that of `merged`."""
+    def _exchange_rows(
+        self, output: torch.Tensor, merged: torch.Tensor, rows: Mapping[int, torch.Tensor], mine: int, factor: float
+    ) -> None:
+        """Exchange rows of unscaled gradients, by their part, and write the means of part `mine` to FSDP's buffer.
+
+        The means times the factor are made in `merged`, which may be a row or the buffer itself.
+        """
+        present, into = self._present(len(output)), {}
+        for item in self._step.plan.exchanged:
+            tensor = self._named[item.spec.name]
+            start = present.get(tensor.name)
+            if start is None:
+                # Frozen since the start.
+                self._step.rest(tensor.name)
+                continue
+            if tensor.part(mine):
+                into[tensor.name] = merged[start : start + tensor.part(mine)]
+            parts = [row[start : start + tensor.part(i)] for i, row in rows.items() if tensor.part(i)]
+            self._step.ready_in_parts(tensor.name, parts)
+        self._finish(into, factor)
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.scale_(merged)
         if merged is not output:
@@ -307,23 +325,10 @@ class GradientScatter(_Reduction):
                 f"module '{self._group.name}': expected a reduction to the mean or the sum, received {op}. With "
                 "set_gradient_divide_factor(), call set_force_sum_reduction_for_comms(True) on every FSDP module."
             )
-        present = self._present(len(output))
         data = self._unscaled(data)
-        rows = data.view(size, -1)
+        rows = dict(enumerate(data.view(size, -1)))
         merged = output if data.dtype == output.dtype else torch.zeros_like(output, dtype=data.dtype)
-        into = {}
-        for tensor in _in_order(self._group.tensors, self._step.plan):
-            start = present.get(tensor.name)
-            if start is None:
-                # Frozen since the start.
-                self._step.rest(tensor.name)
-                continue
-            parts = [rows[r, start : start + tensor.part(r)] for r in range(size) if tensor.part(r)]
-            if tensor.part(rank):
-                into[tensor.name] = merged[start : start + tensor.part(rank)]
-            self._step.ready_in_parts(tensor.name, parts)
-        self._finish(into, 1.0 if op == dist.ReduceOp.AVG else float(size))
-        self._scale_into(output, merged)
+        self._exchange_rows(output, merged, rows, rank, 1.0 if op == dist.ReduceOp.AVG else float(size))
 
 
 class ReplicaSum(_Reduction):
@@ -346,18 +351,11 @@ class ReplicaSum(_Reduction):
                 wait_for(work, reduced, self._run.transport, self._dense)
                 self._finish({}, 1.0)
                 return
-            present = self._present(len(reduced))
-            merged = self._unscaled(reduced)
-            into = {}
-            for tensor in _in_order(self._group.tensors, self._step.plan):
-                start, numel = present.get(tensor.name), tensor.local.numel()
-                if start is None:
-                    self._step.rest(tensor.name)
-                    continue
-                into[tensor.name] = part = merged[start : start + numel]
-                self._step.ready_in_parts(tensor.name, [part])
-            self._finish(into, float(self._run.transport.size) if total else 1.0)
-            self._scale_into(reduced, merged)
+            assert self._exchange.part is not None
+            mine, merged = self._exchange.part[0], self._unscaled(reduced)
+            self._exchange_rows(
+                reduced, merged, {mine: merged}, mine, float(self._run.transport.size) if total else 1.0
+            )
 
 
 def register_sharded(
@@ -400,30 +398,18 @@ def register_sharded(
             None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
         )
         _check_config(made, modules)
-        stages = make_plans(
-            specs, made, ranks=transport.ranks, prefix=session.prefix, delegate=_is_dense, modules=modules
-        )
+        run = session.begin(specs, OPS, average=True, delegate=_is_dense, modules=modules)
+        # The ranks of other parts may have other units.
         session.mine = {
             "model number": session.number,
             "grad_scaler": scaled,
             "modules": dict(modules.of),
             **described(made, whole, [], OPS),
         }
-        run = Run(
-            stages,
-            OPS,
-            transport,
-            seed=made.seed,
-            rollback=made.rollback,
-            modules={group.name: {tensor.name for tensor in group.tensors} for group in groups},
-            times=ModuleTimes(),
-        )
-        run.times.start_as_told(*library.world)
     if of_parts is not None:
         of_parts.close()
-    # The ranks of other parts may have other units.
     agree(
-        formats([plan for _, plan in stages], OPS),
+        formats([plan for _, plan in run.stages], OPS),
         None,
         lambda mine: transport.gather_objects(mine, f"{session.prefix}/formats", f"{where}()"),
         where,
@@ -450,7 +436,7 @@ def register_sharded(
             group.module.set_all_reduce_hook(reduction)
         else:
             group.module.set_custom_reduce_scatter(reduction)
-    exchange.announce(stages)
+    exchange.announce(run.stages)
     return exchange
 
 
@@ -528,12 +514,6 @@ def _leave_replicas(params: Any) -> None:
     if params.post_forward_mesh_info == mesh:
         params.post_forward_mesh_info = own
     params.mesh_info = own
-
-
-def _in_order(tensors: Sequence[_Tensor], plan: Plan) -> list[_Tensor]:
-    """Return the tensors in the order of the plan."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    return [by_name[item.spec.name] for item in plan.exchanged]
 
 
 def _is_dense(item: Assignment) -> bool:
