@@ -133,12 +133,8 @@ class MPITransport(OrderedTransport):
             notes.close()
         _abandon(self._pending)
         self._pending = []
-        # Another rank may learn only at the end of its own limit that it waits in vain.
-        self.timeout *= 2
-        try:
+        with self.twice_the_limit():
             return self._connect(step, "all ranks to call discard()")
-        finally:
-            self.timeout /= 2
 
     def close(self) -> None:
         """Free the communicators, on all ranks; no collective can be started afterwards."""

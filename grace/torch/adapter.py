@@ -210,7 +210,7 @@ class GradientAdapter(OptimizerAdapter):
         if not self.taken:
             # This rank has no gradient. The others compare the ranks nevertheless.
             self.exchange.start_comparing()
-        self.exchange.finish_comparing()
+        self.exchange.comparisons.finish()
         if not self.run.completed:
             # Before the library starts what this rank has no gradient for.
             self.delegated.agree_on_sparse()

@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grace.core.errors import StateError, StepError
-from grace.core.guards.agreement import agree
-from grace.core.guards.replicas import (
-    SUMMARY_BYTES,
-    WEIGHTS,
-    check_digests,
-    check_equal,
-    digest,
-    is_due,
-    summary,
-)
+from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
+from grace.core.session.comparisons import Comparisons
 from grace.core.session.start import Session, described
 from grace.core.spec import TensorSpec
 from grace.core.state.checkpoint import carrying
@@ -29,9 +21,9 @@ from grace.core.state.checks import check_mapping
 from grace.core.state.merge import in_rank_order
 from grace.core.state.rollback import Rollback
 from grace.core.state.run import Run
-from grace.core.transport.transport import Handle
 from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale, unknown_scaler_scales
+from grace.torch.tensors import start_gathering
 from grace.torch.views import apart
 
 if TYPE_CHECKING:
@@ -70,14 +62,10 @@ class Exchange(core.Exchange):
             world=[session.world],
         )
         self._library, self._parameters = library, parameters
-        # The step before which the ranks must compare their weights; None if they have done so.
-        self._first: str | None = "the first step"
         # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
         self.synchronized = False
-        # How many steps were completed when the replicas were last compared.
-        self._compared = -1
-        # Comparisons under way, for what they are, and what to do if the ranks differ.
-        self._comparing: list[tuple[Handle, str, Callable[[], None]]] = []
+        gather = functools.partial(start_gathering, library.transport)
+        self.comparisons = Comparisons(self, library.transport, gather, library.advice)
         self._merged: dict[str, torch.Tensor] = {}
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
@@ -127,16 +115,16 @@ class Exchange(core.Exchange):
 
     def _forget(self) -> None:
         """Forget the gradients and comparisons of the step under way."""
-        self._merged, self._gradients, self._comparing = {}, {}, []
+        self._merged, self._gradients = {}, {}
         # Some ranks may have compared and others not.
-        self._first, self._compared = "the first step after discard()", -1
+        self.comparisons.start_anew("the first step after discard()")
 
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.run.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
-        self._first, self._compared = "the first step", -1
+        self.comparisons.start_anew("the first step")
         self.announce(self.run.stages, int(self.run.step))
         return before, self.size
 
@@ -179,41 +167,16 @@ class Exchange(core.Exchange):
     def meet(self) -> None:
         """Compare the ranks at once; see `start_comparing`. Raises MismatchError on every rank."""
         self.start_comparing()
-        self.finish_comparing()
+        self.comparisons.finish()
 
     def start_comparing(self) -> None:
-        """Start to compare the ranks before the first gradient of a step: in the first step, or if it is due.
-
-        This does not wait for other ranks, which may call `discard` meanwhile. Raises StepError in elastic mode without
-        a state.
-        """
+        """Start to compare the ranks; see `Comparisons.start`. Raises StepError in elastic mode without a state."""
         if self._library.elastic and not self.synchronized:
             raise StepError(
                 "elastic Horovod keeps no residuals in its own TorchState; pass the optimizer to "
                 "grace.torch.horovod.TorchState in its place."
             )
-        step = int(self.run.step)
-        if self._first is not None:
-            # Otherwise replicas would part silently, or ranks would start different collectives and wait forever.
-            what, mine = self._first, {name: self._digest(p) for name, p in self._weights().items()}
-            in_detail = functools.partial(self._compare_first, step, mine, what)
-            self._start_gathering({"step": step, **mine}, "first step", what, in_detail)
-            self._first = None
-        completed = self.run.completed
-        if is_due(completed, self.config.check_replicas) and self._compared != completed:
-            states, what = self._digests(self.run, self._weights()), "the comparison of replicas"
-            in_detail = functools.partial(self._compare_all, step, states, what)
-            self._start_gathering(states, "replicas", what, in_detail)
-            self._compared = completed
-
-    def finish_comparing(self) -> None:
-        """Wait for what `start_comparing` has started. Raises MismatchError on every rank if the ranks differ."""
-        comparing, self._comparing = self._comparing, []
-        for handle, what, in_detail in comparing:
-            with self.transport.meeting_for(what):
-                rows = handle.wait().view(-1, SUMMARY_BYTES)
-            if not bool((rows == rows[0]).all()):
-                in_detail()
+        self.comparisons.start()
 
     def warn_of_scaler(self, where: str) -> None:
         """Warn of a GradScaler that has scaled a loss and was not passed to the function `where`; look for it once."""
@@ -226,23 +189,6 @@ class Exchange(core.Exchange):
                 "loss of this model, residuals and thresholds are wrong after each change of the scale, and with a "
                 "wrapped optimizer the ranks may skip different steps: pass it as grad_scaler."
             )
-
-    def _start_gathering(
-        self, digests: Mapping[str, int], purpose: str, what: str, in_detail: Callable[[], None]
-    ) -> None:
-        if self.transport.rank >= 0:
-            sent = torch.frombuffer(bytearray(summary(digests)), dtype=torch.uint8)
-            handle = self.transport.allgather(sent, name=f"{self.prefix}/{purpose}")
-            self._comparing.append((handle, what, in_detail))
-
-    def _compare_first(self, step: int, digests: Mapping[str, int], what: str) -> None:
-        """Say in what the ranks differ: in the stage of a schedule, or in the weights that they begin with."""
-        description = {"step of the loaded checkpoint": step, "of this rank": digests}
-        everyone = agree(description, None, lambda mine: self._gather([mine], "first step in detail", what), what)
-        check_digests([other["of this rank"] for other in everyone], WEIGHTS, f"before {what}", self._library.advice)
-
-    def _compare_all(self, step: int, digests: Mapping[str, int], what: str) -> None:
-        check_equal(self._gather([(step, digests)], "replicas in detail", what), self.rank)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return self._library.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)

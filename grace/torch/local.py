@@ -53,7 +53,7 @@ class LocalAdapter(OptimizerAdapter):
         self.meeting = True
         with self.rollback.attempt(), torch.no_grad():
             self.rollback.keep()
-            self.exchange.finish_comparing()
+            self.exchange.comparisons.finish()
             for p, name in self.names.items():
                 if p.requires_grad:
                     self.run.current.ready(name, self.met[p] - p)

@@ -9,6 +9,7 @@ import torch
 
 from grace.core.errors import StepError
 from grace.core.spec import TensorSpec
+from grace.core.transport.transport import Handle, Transport
 
 
 def is_sharded(p: torch.Tensor) -> bool:
@@ -30,6 +31,11 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], when: str, instead: str)
 def spec_of(name: str, p: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
     """Return the spec of the gradient of a parameter, which is exchanged in its own dtype if no other is given."""
     return TensorSpec(name, tuple(p.shape), str(dtype or p.dtype).removeprefix("torch."), str(p.device))
+
+
+def start_gathering(transport: Transport, data: bytes, name: str) -> Handle:
+    """Start to join the bytes of all ranks in rank order, as a tensor."""
+    return transport.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), name=name)
 
 
 def names_of(

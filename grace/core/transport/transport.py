@@ -123,6 +123,15 @@ class MeetingTransport(Transport):
             return gather_objects(value, self.size, lambda data: self.gather_bytes(data, name))
 
     @contextmanager
+    def twice_the_limit(self) -> Iterator[None]:
+        """Wait for twice the `timeout`: another rank may learn only at its end that it waits in vain."""
+        self.timeout *= 2
+        try:
+            yield
+        finally:
+            self.timeout /= 2
+
+    @contextmanager
     def meeting_for(self, what: str) -> Iterator[None]:
         """Name the purpose of a meeting in messages about a long wait."""
         explain, self.explain = self.explain, lambda name: f"{what} (collective '{name}')"

@@ -200,7 +200,7 @@ class GradientHook:
         if not self._run.completed:
             # Ranks at different stages of a schedule would start different collectives, and an error about these would
             # come first.
-            self._exchange.finish_comparing()
+            self._exchange.comparisons.finish()
 
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[p] for p in parameters]  # type: ignore[index]
@@ -231,7 +231,7 @@ class GradientHook:
         """Start the exchange of what another hook makes of a bucket; return the future of that hook."""
         if not by_engine:
             # Its collectives check as little as those of `_reduce`.
-            self._exchange.finish_comparing()
+            self._exchange.comparisons.finish()
             return wrapped.pass_on(bucket)
         future, taken = wrapped.start(bucket)
         mine = _Bucket(taken.tensors[0], taken.future, by_engine, {}, taken)
@@ -246,7 +246,7 @@ class GradientHook:
     def _reduce(self, x: torch.Tensor) -> dist.Work:
         """Start the mean of a tensor that stays dense, computed as DDP computes it."""
         # DDP's group does not check whether all ranks start the same, and cannot drop what they have started.
-        self._exchange.finish_comparing()
+        self._exchange.comparisons.finish()
         size = self._run.transport.size
         if x.is_sparse:
             x.div_(size)
@@ -300,7 +300,7 @@ class GradientHook:
             "the model was wrapped in DistributedDataParallel",
             "Wrap the plain model anew after you unfreeze parameters, and register it.",
         )
-        self._exchange.finish_comparing()
+        self._exchange.comparisons.finish()
         used = self._start_comparing_used()
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
         for bucket in self._run.plan.buckets:

@@ -23,6 +23,7 @@ from grace.core.errors import ConfigError, GraceError, StepError, WaitError
 from grace.core.transport.collectives import Reduction
 from grace.core.transport.ordered import OrderedTransport, Phases
 from grace.core.transport.transport import TIMEOUT, Handle, known_local_size
+from grace.torch.tensors import start_gathering
 
 # The bytes of the host name and the port of a store, as rank 0 tells them.
 _HOST_BYTES, _PORT_BYTES = 256, 4
@@ -156,8 +157,7 @@ class ProcessGroupTransport(OrderedTransport):
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return bytes(self.allgather(sent, name=name).wait().tolist())
+        return bytes(start_gathering(self, data, name).wait().tolist())
 
     def discard(self) -> None:
         """Drop all collectives that are under way, and any failure, on all ranks; waits for all of them.
@@ -167,12 +167,8 @@ class ProcessGroupTransport(OrderedTransport):
         # Another rank may still pass gradients to the old connections, which must not fail before it gets here.
         end = self._end if self._groups else None
         self._pending, self._failure, self._groups = [], None, {}
-        # Another rank may learn only at the end of its own limit that it waits in vain.
-        self.timeout *= 2
-        try:
+        with self.twice_the_limit():
             self._connect("all ranks to call discard()")
-        finally:
-            self.timeout /= 2
         if end is not None:
             end()
 

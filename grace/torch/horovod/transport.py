@@ -21,6 +21,7 @@ from grace.core.transport.transport import (
     packed,
     unpacked,
 )
+from grace.torch.tensors import start_gathering
 
 
 class _Waiter:
@@ -197,9 +198,9 @@ class HorovodTransport(MeetingTransport):
         it has told the others.
         """
         dropping = self._dropping = self._dropping or _Dropping(self._drop(hand_over, name, step))
-        self._missed, self.timeout = False, 2 * self.timeout
+        self._missed = False
         try:
-            with self.meeting_for("optimizer.grace.discard()"):
+            with self.twice_the_limit(), self.meeting_for("optimizer.grace.discard()"):
                 steps = dropping.wait()
         except WaitError:
             self._missed = True
@@ -207,8 +208,6 @@ class HorovodTransport(MeetingTransport):
         except Exception:
             self._dropping = None
             raise
-        finally:
-            self.timeout /= 2
         self._dropping = None
         return steps
 
@@ -225,20 +224,17 @@ class HorovodTransport(MeetingTransport):
             zeros = torch.zeros(sum(lengths), dtype=dtype, device=call["device"]).split(lengths)
             self.start(Collective(call["kind"], zeros, call["op"], call["root"], call["equal"]), name)
 
-        received = yield self._gather_bytes(packed(self.started.calls()), name)
+        received = yield start_gathering(self, packed(self.started.calls()), name)
         waiting = self.started.start_missing(unpacked(bytes(received.tolist()), self.size), start)
         while waiting:
             yield waiting.pop()
         # Ranks that have given up meanwhile come back for this: what they had started is complete without them.
-        received = yield self._gather_bytes(packed(step), f"{name}/step")
+        received = yield start_gathering(self, packed(step), f"{name}/step")
         return unpacked(bytes(received.tolist()), self.size)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
-        return bytes(self._gather_bytes(data, name).wait().tolist())
-
-    def _gather_bytes(self, data: bytes, name: str) -> Handle:
-        return self.allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8), name=name)
+        return bytes(start_gathering(self, data, name).wait().tolist())
 
 
 def _call(collective: Collective) -> dict[str, Any]:
