@@ -51,15 +51,13 @@ class MPIExchange(Exchange):
         self.transport, ops = MPITransport(comm, timeout=request.timeout), functools.partial(get_ops, "numpy")
         try:
             with open_session(request, self.transport, world=_WORLD) as session:
-                made, specs = session.config, as_specs(tensors)
                 session.mine["average"] = average
-                run = session.begin(specs, ops, average=average)
+                run = session.begin(as_specs(tensors), ops, average=average)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
             raise
-        rank, ranks = self.transport.rank, self.transport.ranks
-        super().__init__(made, specs, [run], ops, rank=rank, ranks=ranks, world=[_WORLD])
+        super().__init__(**session.arguments)
         self.rollback = Rollback(run, self.transport.discard, self.called)
         self.announce(run.stages)
 

@@ -32,10 +32,6 @@ def _abandon(handles: Sequence[Any]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 
-# Rank and size among all processes; they give the files of several communicators different names.
-_WORLD = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-
-
 class Connection:
     """Duplicates of a communicator, made by all its ranks together, and what the ranks tell each other on the first."""
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from grace.core.errors import GraceError, GraceWarning, StepError
+from grace.core.state.merge import optimizer_state
 from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated
 from grace.torch.views import GradientViews
@@ -271,7 +272,7 @@ class GradientAdapter(OptimizerAdapter):
     def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         """Load a state of this optimizer, or a list with those of all ranks. Warn if it has none of grace."""
         self._refuse_while_under_way("load_state_dict()")
-        given = self.exchange.gathered(state_dict)
+        given = optimizer_state(state_dict, self.exchange.rank)
         saved = given.pop("grace", None)
         self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
         if saved is None:

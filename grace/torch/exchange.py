@@ -11,14 +11,10 @@ import torch
 from grace.core.errors import StateError, StepError
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
-from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
 from grace.core.session.comparisons import Comparisons
 from grace.core.session.start import Session, described
-from grace.core.spec import TensorSpec
 from grace.core.state.checkpoint import carrying
-from grace.core.state.checks import check_mapping
-from grace.core.state.merge import in_rank_order
 from grace.core.state.rollback import Rollback
 from grace.core.state.run import Run
 from grace.torch.library import Library
@@ -40,27 +36,8 @@ class Exchange(core.Exchange):
     # With replicas of a sharded model, the number of the part that this rank holds, and that of all parts.
     part: tuple[int, int] | None = None
 
-    def __init__(
-        self,
-        session: Session,
-        specs: Sequence[TensorSpec],
-        run: Run,
-        library: Library,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        delegate: Callable[[Assignment], bool],
-    ) -> None:
-        super().__init__(
-            session.config,
-            specs,
-            [run],
-            OPS,
-            rank=library.transport.rank,
-            ranks=library.transport.ranks,
-            prefix=session.prefix,
-            delegate=delegate,
-            world=[session.world],
-        )
+    def __init__(self, session: Session, library: Library, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(**session.arguments)
         self._library, self._parameters = library, parameters
         # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
         self.synchronized = False
@@ -74,7 +51,7 @@ class Exchange(core.Exchange):
         self.applied: Applied | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
         self.scaler_sought = False
-        self.rollback = Rollback(run, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
+        self.rollback = Rollback(self.run, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
 
     def discard(self) -> None:
         """Drop the step under way on all ranks: after an error in it, or because nobody needs its gradients.
@@ -150,24 +127,6 @@ class Exchange(core.Exchange):
             self.run.reset()
         if told:
             self._warn(told)
-
-    def gathered(self, state: Any) -> dict[str, Any]:
-        """Return a state of an optimizer to load, from one or from a list with those of all ranks.
-
-        From a list, it takes the state of this rank, or any state if the number of ranks differs. The key 'grace' then
-        has the parts of grace of all ranks.
-        """
-        if not isinstance(state, list):
-            return dict(check_mapping(state, "the optimizer"))
-        every = [check_mapping(each, "the optimizer") for each in state]
-        parts = [each.get("grace") for each in every]
-        first = in_rank_order(parts)[self.rank % len(parts)]
-        return {**next(each for each in every if each["grace"] is first), "grace": parts}
-
-    def meet(self) -> None:
-        """Compare the ranks at once; see `start_comparing`. Raises MismatchError on every rank."""
-        self.start_comparing()
-        self.comparisons.finish()
 
     def start_comparing(self) -> None:
         """Start to compare the ranks; see `Comparisons.start`. Raises StepError in elastic mode without a state."""

@@ -9,6 +9,7 @@ import torch
 
 from grace.core.errors import StateError
 from grace.core.state.checks import check_number, show
+from grace.core.state.merge import optimizer_state
 from grace.torch.adapter import OptimizerAdapter, give_own_class
 
 
@@ -86,7 +87,7 @@ class LocalAdapter(OptimizerAdapter):
     def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         """Load a state of this optimizer, or a list with those of all ranks."""
         self.rollback.check()
-        given = self.exchange.gathered(state_dict)
+        given = optimizer_state(state_dict, self.exchange.rank)
         saved, local = given.pop("grace", None), given.pop("grace_local", None)
         expected = {name: show(self.met[p]) for p, name in self.names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None

@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "the optimizer was wrapped",
         "Wrap a new optimizer after you unfreeze parameters.",
     )
-    exchange = Exchange(session, specs, run, library, parameters, delegate=delegate)
+    exchange = Exchange(session, library, parameters)
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter

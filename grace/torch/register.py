@@ -68,7 +68,7 @@ def register(
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
         session.mine = {"model number": session.number, "grad_scaler": scaled}
         run = session.begin(specs, OPS, average=True, delegate=library.reduces)
-    exchange = ModelExchange(session, specs, run, library, parameters, delegate=library.reduces)
+    exchange = ModelExchange(session, library, parameters)
     if scaled:
         assert grad_scaler is not None
         exchange.loss_scale = LossScale(grad_scaler, run)

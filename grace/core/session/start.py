@@ -83,6 +83,8 @@ class Session(Meeting):
         self.prefix, self.number = prefix, number
         #: Rank and size among all processes.
         self.world = world
+        #: What `Exchange` is made with, as soon as it has begun.
+        self.arguments: dict[str, Any] = {}
 
     def __enter__(self) -> Session:
         return self
@@ -103,7 +105,8 @@ class Session(Meeting):
     ) -> Run:
         """Return the run of this process, and describe its exchange to the other ranks.
 
-        The arguments are those of `Run` and `Exchange`.
+        The arguments are those of `Run` and `Exchange`. `modules` has the module of each tensor, if the framework
+        reduces a model module by module.
         """
         config, transport = self.config, self.transport
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
@@ -120,6 +123,17 @@ class Session(Meeting):
         )
         if transport.rank >= 0:
             run.times.start_as_told(*self.world)
+        self.arguments = {
+            "config": config,
+            "specs": specs,
+            "runs": [run],
+            "ops": ops,
+            "rank": transport.rank,
+            "ranks": transport.ranks,
+            "prefix": self.prefix,
+            "delegate": delegate,
+            "world": [self.world],
+        }
         return run
 
 

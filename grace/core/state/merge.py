@@ -13,7 +13,7 @@ from grace.core.plan.plan import Plan
 from grace.core.plan.unit import Piece, Unit, offsets
 from grace.core.spec import Array, State
 from grace.core.state.carry import holders, scales
-from grace.core.state.checks import check_entry, check_saved, convert_state, show, tensors_of
+from grace.core.state.checks import check_entry, check_mapping, check_saved, convert_state, show, tensors_of
 from grace.core.state.states import UnitStates, initial
 
 # Elements of an array.
@@ -45,6 +45,20 @@ def in_rank_order(states: Sequence[Any]) -> list[dict[str, Any]]:
             "step."
         )
     return sorted(states, key=lambda state: int(state["rank"]))
+
+
+def optimizer_state(state: Any, rank: int) -> dict[str, Any]:
+    """Return the state that an optimizer of this rank loads, from one state or from a list with those of all ranks.
+
+    From a list, it takes the state of this rank, or any state if the number of ranks differs. The key 'grace' then
+    has the parts of grace of all ranks.
+    """
+    if not isinstance(state, list):
+        return dict(check_mapping(state, "the optimizer"))
+    every = [check_mapping(each, "the optimizer") for each in state]
+    parts = [each.get("grace") for each in every]
+    first = in_rank_order(parts)[rank % len(parts)]
+    return {**next(each for each in every if each["grace"] is first), "grace": parts}
 
 
 def shares(number: int, count: int, before: int) -> list[tuple[int, float]]:

@@ -210,37 +210,24 @@ class GradientHook:
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
                 f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
             )
+        if self._wrapped is not None and not by_engine:
+            # Its collectives check as little as those of `_reduce`.
+            self._exchange.comparisons.finish()
+            return self._wrapped.pass_on(bucket)
         if self._wrapped is not None:
-            return self._start_wrapped(self._wrapped, bucket, names, by_engine)
-        views = dict(zip(names, split(buffer, bucket.parameters()), strict=True)) if by_engine else {}
-        dense = {name: view for name, view in views.items() if name not in by_engine}
-        if not by_engine:
-            dense = {names[0]: buffer}
-        reductions = {name: self._reduce(x) for name, x in dense.items()}
-        devices = [buffer.device] if buffer.is_cuda else None
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._buckets.append(_Bucket(buffer, future, by_engine, reductions))
+            # DDP gets the future of what the hook makes of the result.
+            future, taken = self._wrapped.start(bucket)
+            mine = _Bucket(taken.tensors[0], taken.future, by_engine, {}, taken)
+            views = dict(zip(names, taken.gradients, strict=True))
+        else:
+            future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            mine = _Bucket(buffer, future, by_engine, {})
+            views = dict(zip(names, split(buffer, parameters), strict=True)) if by_engine else {names[0]: buffer}
+        self._buckets.append(mine)
+        mine.reductions.update({name: self._reduce(x) for name, x in views.items() if name not in by_engine})
         for name, view in views.items():
             if name in by_engine:
                 self._hand_over(name, view)
-        return future
-
-    def _start_wrapped(
-        self, wrapped: WrappedHook, bucket: dist.GradBucket, names: Sequence[str], by_engine: set[str]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of what another hook makes of a bucket; return the future of that hook."""
-        if not by_engine:
-            # Its collectives check as little as those of `_reduce`.
-            self._exchange.comparisons.finish()
-            return wrapped.pass_on(bucket)
-        future, taken = wrapped.start(bucket)
-        mine = _Bucket(taken.tensors[0], taken.future, by_engine, {}, taken)
-        self._buckets.append(mine)
-        views = dict(zip(names, taken.gradients, strict=True))
-        mine.reductions.update({name: self._reduce(x) for name, x in views.items() if name not in by_engine})
-        for name in names:
-            if name in by_engine:
-                self._hand_over(name, views[name])
         return future
 
     def _reduce(self, x: torch.Tensor) -> dist.Work:

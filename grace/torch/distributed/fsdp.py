@@ -27,7 +27,6 @@ from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import agree, formats
 from grace.core.plan.plan import Modules, Plan
-from grace.core.plan.unit import Assignment
 from grace.core.session.start import Request, Session, described, open_session
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.checks import check_mapping
@@ -110,15 +109,13 @@ class ShardedExchange(ModelExchange):
         self,
         model: torch.nn.Module,
         session: Session,
-        specs: Sequence[TensorSpec],
-        run: Run,
         library: TorchDistributed,
         *,
         modules: Modules,
         tensors: Mapping[str, _Tensor],
         part: tuple[int, int] | None,
     ) -> None:
-        super().__init__(session, specs, run, library, {}, delegate=_is_dense)
+        super().__init__(session, library, {})
         self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.rollback.forget = self._forget_pass
@@ -134,7 +131,8 @@ class ShardedExchange(ModelExchange):
             if not self._begun:
                 self._begun = True
                 call_after_backward(self._end)
-                self.meet()
+                self.start_comparing()
+                self.comparisons.finish()
                 self.rollback.keep()
             yield
 
@@ -398,8 +396,7 @@ def register_sharded(
             None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
         )
         _check_config(made, modules)
-        run = session.begin(specs, OPS, average=True, delegate=_is_dense, modules=modules)
-        # The ranks of other parts may have other units.
+        run = session.begin(specs, OPS, average=True, delegate=lambda item: item.dense, modules=modules)
         session.mine = {
             "model number": session.number,
             "grad_scaler": scaled,
@@ -408,6 +405,7 @@ def register_sharded(
         }
     if of_parts is not None:
         of_parts.close()
+    # The ranks of other parts may have other units.
     agree(
         formats([plan for _, plan in run.stages], OPS),
         None,
@@ -417,8 +415,6 @@ def register_sharded(
     exchange = ShardedExchange(
         cast(torch.nn.Module, model),
         session,
-        specs,
-        run,
         library,
         modules=modules,
         tensors=tensors,
@@ -514,7 +510,3 @@ def _leave_replicas(params: Any) -> None:
     if params.post_forward_mesh_info == mesh:
         params.post_forward_mesh_info = own
     params.mesh_info = own
-
-
-def _is_dense(item: Assignment) -> bool:
-    return item.dense

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.torch as hvd
 import torch
@@ -23,27 +23,8 @@ from grace.core.transport.transport import (
 )
 from grace.torch.tensors import start_gathering
 
-
-class _Waiter:
-    """The wait for one collective, and for those that it consists of: `waiter(handle)` returns Horovod's result.
-
-    `what` tells what the collective is for.
-    """
-
-    def __init__(self, transport: HorovodTransport, what: Callable[[], str]) -> None:
-        self._transport, self._what = transport, what
-
-    def __call__(self, handle: int) -> Any:
-        wait_until(
-            lambda: bool(hvd.poll(handle)),
-            self._what,
-            rank=self._transport.rank,
-            size=self._transport.size,
-            timeout=self._transport.timeout,
-        )
-        result = hvd.synchronize(handle)
-        # After an alltoall, Horovod also returns how much came from each rank.
-        return result[0] if isinstance(result, tuple) else result
+# Waits for a handle of Horovod, and returns the result.
+_Waiter: TypeAlias = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -175,7 +156,20 @@ class HorovodTransport(MeetingTransport):
                 f"{self.explain(name)} cannot start, because discard() has waited in vain for other ranks. Call "
                 "discard() on all ranks first, or end the run."
             )
-        return _Waiter(self, lambda: self.explain(name))
+
+        def wait(handle: int) -> Any:
+            wait_until(
+                lambda: bool(hvd.poll(handle)),
+                lambda: self.explain(name),
+                rank=self.rank,
+                size=self.size,
+                timeout=self.timeout,
+            )
+            result = hvd.synchronize(handle)
+            # After an alltoall, Horovod also returns how much came from each rank.
+            return result[0] if isinstance(result, tuple) else result
+
+        return wait
 
     def delegated(self, tensor: str, handle: int) -> Handle:
         """Return the handle of a dense gradient that Horovod's optimizer has passed to an allreduce."""
