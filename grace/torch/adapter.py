@@ -112,11 +112,9 @@ class GradientAdapter(OptimizerAdapter):
 
     replaced = (*OptimizerAdapter.replaced, "zero_grad", "synchronize", "skip_synchronize")
 
-    def __init__(
-        self, *given: Any, delegated: Delegated, sparse_as_dense: bool, views: GradientViews | None, where: str
-    ) -> None:
+    def __init__(self, *given: Any, delegated: Delegated, sparse_as_dense: bool, views: GradientViews | None) -> None:
         super().__init__(*given)
-        self.delegated, self.sparse_as_dense, self.views, self.where = delegated, sparse_as_dense, views, where
+        self.delegated, self.sparse_as_dense, self.views = delegated, sparse_as_dense, views
         self.loss_scale = self.exchange.loss_scale
         self.library_synchronize = self.optimizer.synchronize
         # Keep the index of the group, because loading a checkpoint replaces the group objects.
@@ -255,7 +253,7 @@ class GradientAdapter(OptimizerAdapter):
         # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
         # former if any is compressed, and the latter does no harm if none is.
         if not exchange.scaler_sought and optimizer._should_synchronize == exchange.all_dense:
-            exchange.warn_of_scaler(self.where)
+            exchange.warn_of_scaler()
         return result if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

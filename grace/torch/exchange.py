@@ -33,10 +33,18 @@ class Exchange(core.Exchange):
     """The plan, the statistics and the state of an exchange: `optimizer.grace`, or what `register` returns."""
 
     called = "optimizer.grace"
+    # The function that makes it.
+    maker = "grace.torch.DistributedOptimizer"
     # With replicas of a sharded model, the number of the part that this rank holds, and that of all parts.
     part: tuple[int, int] | None = None
 
-    def __init__(self, session: Session, library: Library, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        library: Library,
+        parameters: Mapping[str, torch.Tensor],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
         super().__init__(**session.arguments)
         self._library, self._parameters = library, parameters
         # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
@@ -46,7 +54,7 @@ class Exchange(core.Exchange):
         self._merged: dict[str, torch.Tensor] = {}
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
-        self.loss_scale: LossScale | None = None
+        self.loss_scale = None if scaler is None else LossScale(scaler, self.run)
         #: What watches over the exchanged gradients of a model in DDP.
         self.applied: Applied | None = None
         # True as soon as a GradScaler that was not passed has been looked for.
@@ -137,15 +145,15 @@ class Exchange(core.Exchange):
             )
         self.comparisons.start()
 
-    def warn_of_scaler(self, where: str) -> None:
-        """Warn of a GradScaler that has scaled a loss and was not passed to the function `where`; look for it once."""
+    def warn_of_scaler(self) -> None:
+        """Warn of a GradScaler that has scaled a loss and was not passed; look for it once."""
         if self.scaler_sought or self.loss_scale is not None:
             return
         self.scaler_sought = True
         if unknown_scaler_scales():
             self._warn(
-                f"{where}: a torch.amp.GradScaler scales a loss in this process, and was not passed. If it scales the "
-                "loss of this model, residuals and thresholds are wrong after each change of the scale, and with a "
+                f"{self.maker}: a torch.amp.GradScaler scales a loss in this process, and was not passed. If it scales "
+                "the loss of this model, residuals and thresholds are wrong after each change of the scale, and with a "
                 "wrapped optimizer the ranks may skip different steps: pass it as grad_scaler."
             )
 

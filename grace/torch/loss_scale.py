@@ -140,13 +140,13 @@ class LossScale:
         self.attach(is_ours, exchanged=watched)
 
 
-def scales(scaler: Any, parameters: Iterable[torch.Tensor], where: str) -> bool:
-    """Return whether there is a scaler that is enabled.
+def enabled(scaler: Any, parameters: Iterable[torch.Tensor], where: str) -> torch.amp.GradScaler | None:
+    """Return the scaler if there is one, and it is enabled.
 
     Raises TypeError for something else, and ConfigError if loss scaling cannot work with these parameters.
     """
     if scaler is None:
-        return False
+        return None
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"{where}: expected a torch.amp.GradScaler as grad_scaler, received {type(scaler).__name__}.")
     if any(p.dtype == torch.float16 for p in parameters):
@@ -154,7 +154,7 @@ def scales(scaler: Any, parameters: Iterable[torch.Tensor], where: str) -> bool:
             f"{where}: grad_scaler needs parameters in float32, because GradScaler unscales no float16 gradients; "
             "keep the model in float32 and use torch.autocast."
         )
-    return scaler.is_enabled()
+    return scaler if scaler.is_enabled() else None
 
 
 def unknown_scaler_scales() -> bool:

@@ -22,6 +22,7 @@ class ModelExchange(Exchange):
     """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
 
     called = "exchange"
+    maker = WHERE
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -48,7 +49,7 @@ class ModelExchange(Exchange):
         """Start to compare the ranks. Warn in the first step of an unknown GradScaler."""
         super().start_comparing()
         if not self.scaler_sought and not self.all_dense:
-            self.warn_of_scaler(WHERE)
+            self.warn_of_scaler()
 
 
 def is_registered(parameters: Iterable[torch.Tensor]) -> bool:

@@ -22,7 +22,7 @@ from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Library
 from grace.torch.local import LocalAdapter
-from grace.torch.loss_scale import LossScale, scales
+from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
 from grace.torch.steps import described
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
@@ -95,7 +95,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, _WHERE)
         _refuse(optimizer)
         average = library.averages(op)
-        scaled = scales(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
+        scaler = enabled(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
         made = session.config
         # What local steps exchange is no gradient.
         used = described(optimizer) if local_steps == 1 else described(optimizer)._replace(adaptive=False)
@@ -139,7 +139,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "gradient_predivide_factor": gradient_predivide_factor,
             "sparse_as_dense": sparse_as_dense,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "grad_scaler": scaled,
+            "grad_scaler": scaler is not None,
         }
         # With local steps, the engine exchanges all tensors.
         delegate = library.reduces if local_steps == 1 else lambda item: False
@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "the optimizer was wrapped",
         "Wrap a new optimizer after you unfreeze parameters.",
     )
-    exchange = Exchange(session, library, parameters)
+    exchange = Exchange(session, library, parameters, scaler)
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
@@ -164,8 +164,6 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.
             vars(optimizer).update({**vars(wrapped), **vars(optimizer)})
             wrapped.__dict__ = vars(optimizer)
-        if scaled:
-            exchange.loss_scale = LossScale(grad_scaler, run)
         adapter = GradientAdapter(
             wrapped,
             plain,
@@ -175,7 +173,6 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             delegated=library.begin(wrapped, names, run, session.prefix),
             sparse_as_dense=sparse_as_dense,
             views=GradientViews(run.plan, parameters) if gradient_as_bucket_view else None,
-            where=_WHERE,
         )
     adapter.attach()
     exchange.announce(run.stages)

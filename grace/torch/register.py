@@ -14,7 +14,7 @@ from grace.core.config.config import Config
 from grace.core.errors import ConfigError
 from grace.core.session.start import Request, open_session
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.loss_scale import LossScale, scales
+from grace.torch.loss_scale import enabled
 from grace.torch.model import WHERE, ModelExchange
 from grace.torch.tensors import spec_of
 
@@ -63,15 +63,12 @@ def register(
         wrapped = take_hook(model, WHERE)
         parameters = parameters_of(model)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        scaled = scales(grad_scaler, trained.values(), WHERE)
+        scaler = enabled(grad_scaler, trained.values(), WHERE)
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
-        session.mine = {"model number": session.number, "grad_scaler": scaled}
+        session.mine = {"model number": session.number, "grad_scaler": scaler is not None}
         run = session.begin(specs, OPS, average=True, delegate=library.reduces)
-    exchange = ModelExchange(session, library, parameters)
-    if scaled:
-        assert grad_scaler is not None
-        exchange.loss_scale = LossScale(grad_scaler, run)
+    exchange = ModelExchange(session, library, parameters, scaler)
     GradientHook(model, parameters, exchange, wrapped).attach(model)
     exchange.announce(run.stages)
     return exchange

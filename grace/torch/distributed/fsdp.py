@@ -35,7 +35,7 @@ from grace.core.step.step import Step
 from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
 from grace.torch.exchange import OPS
-from grace.torch.loss_scale import LossScale, scales
+from grace.torch.loss_scale import enabled
 from grace.torch.model import ModelExchange
 
 
@@ -110,12 +110,13 @@ class ShardedExchange(ModelExchange):
         model: torch.nn.Module,
         session: Session,
         library: TorchDistributed,
+        scaler: torch.amp.GradScaler | None,
         *,
         modules: Modules,
         tensors: Mapping[str, _Tensor],
         part: tuple[int, int] | None,
     ) -> None:
-        super().__init__(session, library, {})
+        super().__init__(session, library, {}, scaler)
         self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.rollback.forget = self._forget_pass
@@ -384,7 +385,8 @@ def register_sharded(
     ) as session:
         made = session.config
         _check_groups(groups, where)
-        scaled = scales(grad_scaler, [t.local for group in groups for t in group.tensors], where)
+        scaler = enabled(grad_scaler, [t.local for group in groups for t in group.tensors], where)
+        scaled = scaler is not None
         tensors = {tensor.name: tensor for group in groups for tensor in group.tensors}
         every = [(group, tensor) for group in groups for tensor in group.tensors]
         whole = [group.spec(tensor, whole=True, scaled=scaled) for group, tensor in every]
@@ -416,12 +418,12 @@ def register_sharded(
         cast(torch.nn.Module, model),
         session,
         library,
+        scaler,
         modules=modules,
         tensors=tensors,
         part=(mesh.shard_mesh_rank, mesh.shard_mesh_size) if isinstance(mesh, HSDPMeshInfo) else None,
     )
-    if scaled:
-        exchange.loss_scale = LossScale(cast(torch.amp.GradScaler, grad_scaler), run)
+    if exchange.loss_scale is not None:
         exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})
     model.set_reduce_scatter_unused_params(True)
     for group in groups:
