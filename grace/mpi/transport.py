@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -14,22 +13,13 @@ from grace.core.errors import StepError, WaitError
 from grace.core.guards.waiting import wait_until
 from grace.core.spec import Array
 from grace.core.transport.collectives import Reduction
-from grace.core.transport.ordered import OrderedTransport, Phases
+from grace.core.transport.ordered import OrderedTransport, Phases, never_free
 from grace.core.transport.transport import TIMEOUT
 from grace.mpi.notes import Notes
 
 # A rank that waits looks after this many seconds whether another has said that it will not come: until then, what that
 # one has sent before may still arrive.
 NOTES_SECONDS = 3.0
-
-
-def _abandon(handles: Sequence[Any]) -> None:
-    """Keep the buffers of collectives that cannot complete: MPI reads and writes them until its own end.
-
-    mpi4py finalizes MPI after Python has freed all objects. So nothing may ever free these.
-    """
-    for handle in handles:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 
 class Connection:
@@ -91,7 +81,7 @@ class MPITransport(OrderedTransport):
         try:
             self._until(connection.advanced, lambda: what)
         except WaitError as error:
-            _abandon([connection])
+            never_free([connection])
             raise self._failed(error, lambda: what) from None
         self._comms, self._failure, self._connecting = connection.comms, None, None
         if self._comms:
@@ -127,7 +117,7 @@ class MPITransport(OrderedTransport):
         if notes is not None:
             notes.send("drops the step")
             notes.close()
-        _abandon(self._pending)
+        never_free(self._pending)
         self._pending = []
         with self.twice_the_limit():
             return self._connect(step, "all ranks to call discard()")
@@ -178,7 +168,8 @@ class MPITransport(OrderedTransport):
     # --- waits --------------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
-        _abandon(self._pending)
+        # MPI reads and writes their buffers until its own end, and mpi4py finalizes it after Python has freed all.
+        never_free(self._pending)
         return super()._failed(error, what)
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from grace.core.spec import Array
-from grace.core.transport.transport import Handle
+from grace.core.transport.transport import Handle, packed, unpacked
 
 
 class _Noted(Handle):
@@ -58,3 +58,44 @@ class Started:
             while self._counts[name] < max(counts):
                 start(name, call)
         return [self._pending[name] for name in sorted(self._pending)]
+
+
+class Dropping:
+    """The meeting of ranks that drop a step: they finish what only some have started, and tell each other their steps.
+
+    `gather(data, name)` starts to join the bytes of all ranks. The other arguments are those of `start_missing`, the
+    name of the meeting, the step of this rank, and the number of ranks.
+    """
+
+    def __init__(
+        self,
+        started: Started,
+        start: Callable[[str, Mapping[str, Any]], Any],
+        gather: Callable[[bytes, str], Handle],
+        name: str,
+        step: int,
+        size: int,
+    ) -> None:
+        self._started, self._start, self._gather = started, start, gather
+        self._name, self._step, self._size = name, step, size
+        self._waits = self._all_waits()
+        self._awaited = next(self._waits)
+
+    def wait(self) -> list[int]:
+        """Wait for all, in turn; return the steps of all ranks. After a WaitError it can be called again."""
+        while True:
+            received = self._awaited.wait()
+            try:
+                self._awaited = self._waits.send(received)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+
+    def _all_waits(self) -> Generator[Handle, Array, list[int]]:
+        """Yield the collectives to wait for, one after another."""
+        received = yield self._gather(packed(self._started.calls()), self._name)
+        waiting = self._started.start_missing(unpacked(bytes(received.tolist()), self._size), self._start)
+        while waiting:
+            yield waiting.pop()
+        # Ranks that have given up meanwhile come back for this: what they had started is complete without them.
+        received = yield self._gather(packed(self._step), f"{self._name}/step")
+        return unpacked(bytes(received.tolist()), self._size)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from grace.core.errors import MismatchError
 from grace.core.guards.waiting import wait_until
@@ -49,6 +51,12 @@ class _Collective(Handle):
     def wait(self) -> Array:
         self._until(lambda: self.done, self.what)
         return self._result
+
+
+def never_free(kept: Sequence[Any]) -> None:
+    """Keep objects beyond the end of Python: a library uses their memory, or would wait if they were freed."""
+    for each in kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 class OrderedTransport(MeetingTransport):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import collections
-import ctypes
 import os
 import socket
-import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -21,7 +18,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from grace.core.errors import ConfigError, GraceError, StepError, WaitError
 from grace.core.transport.collectives import Reduction
-from grace.core.transport.ordered import OrderedTransport, Phases
+from grace.core.transport.helper import Helper
+from grace.core.transport.ordered import OrderedTransport, Phases, never_free
 from grace.core.transport.transport import TIMEOUT, Handle, known_local_size
 from grace.torch.tensors import start_gathering
 
@@ -66,13 +64,14 @@ class ProcessGroupTransport(OrderedTransport):
         self._groups: dict[str, Any] = {}
         #: How often the ranks have connected, or have tried to in vain; equal on all of them when they are connected.
         self.meetings = 0
-        self._helper: _Helper | None = None
+        self._helper: Helper | None = None
         self.store = store
         if self.size > 1 and store is None:
             self.store = _get_default_store() or self._open_store(group, what)
         self._connect(what)
         if self.size > 1:
-            self._helper = _Helper(self)
+            # A callback of Gloo's own threads would need no polling, but aborts the process if it runs at its end.
+            self._helper = Helper(self)
             # At the end of the transport or of the process, whichever comes first.
             weakref.finalize(self, self._helper.end)
         if name is None:
@@ -298,52 +297,6 @@ class ProcessGroupTransport(OrderedTransport):
             raise self._failed(error, what) from None
 
 
-class _Helper:
-    """Thread that advances the collectives of a transport while their headers are on the way.
-
-    A callback of Gloo's own threads would need no polling, but it aborts the process if it runs at its end.
-    """
-
-    # Seconds between two looks. A wait for a rank that is late makes them rarer.
-    _SHORTEST_S, _LONGEST_S, _GROWTH = 2e-4, 5e-3, 1.05
-
-    def __init__(self, transport: ProcessGroupTransport) -> None:
-        self._transport = weakref.ref(transport)
-        self._awake, self._ended = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="grace", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Make the thread look, because a collective was started."""
-        self._awake.set()
-
-    def end(self) -> None:
-        """End the thread, and wait for it."""
-        self._ended = True
-        self._awake.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            self._awake.wait()
-            self._awake.clear()
-            pause = self._SHORTEST_S
-            while not self._ended and self._advanced():
-                time.sleep(pause)
-                pause = min(self._GROWTH * pause, self._LONGEST_S)
-            if self._ended:
-                return
-
-    def _advanced(self) -> bool:
-        """Advance what can be; return whether a header is still on the way."""
-        transport = self._transport()
-        if transport is None:
-            return False
-        transport.advance()
-        return transport.header_under_way
-
-
 def _local_size() -> int:
     """Return the number of ranks on each node, as torchrun tells it; 0 if it does not."""
     names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -362,7 +315,6 @@ def _free(groups: dict[str, Any], works: list[Any]) -> None:
     Groups with work that may not complete are never freed: freeing one waits for it, and Gloo cannot abort it.
     """
     if not all(work.is_completed() for work in works):
-        for kept in (*groups.values(), *works):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        never_free([*groups.values(), *works])
     works.clear()
     groups.clear()

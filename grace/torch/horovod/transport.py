@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ import horovod.torch as hvd
 import torch
 
 from grace.core.errors import ConfigError, StepError, WaitError
-from grace.core.guards.started import Started
+from grace.core.guards.started import Dropping, Started
 from grace.core.guards.waiting import wait_until
 from grace.core.transport.collectives import Collective
 from grace.core.transport.transport import (
@@ -18,8 +19,6 @@ from grace.core.transport.transport import (
     Handle,
     MeetingTransport,
     known_local_size,
-    packed,
-    unpacked,
 )
 from grace.torch.tensors import start_gathering
 
@@ -86,23 +85,6 @@ class _Rows(Handle):
         )
 
 
-class _Dropping:
-    """A call of `HorovodTransport.discard`: `waits` yields the collectives to wait for, and returns the result."""
-
-    def __init__(self, waits: Generator[Handle, torch.Tensor, list[int]]) -> None:
-        self._waits = waits
-        self._awaited = next(waits)
-
-    def wait(self) -> list[int]:
-        """Wait for all, in turn; return the result. After a WaitError it can be called again."""
-        while True:
-            received = self._awaited.wait()
-            try:
-                self._awaited = self._waits.send(received)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-
-
 class HorovodTransport(MeetingTransport):
     """Named asynchronous collectives of Horovod within one process set. `rank` is -1 outside the set.
 
@@ -127,7 +109,7 @@ class HorovodTransport(MeetingTransport):
             self.local_size = known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
         self.started = Started()
         # The call of `discard` that is under way, and whether it has waited in vain.
-        self._dropping: _Dropping | None = None
+        self._dropping: Dropping | None = None
         self._missed = False
 
     def _start(self, collective: Collective, name: str) -> Handle:
@@ -191,7 +173,8 @@ class HorovodTransport(MeetingTransport):
         nothing else can be started, and the next call goes on where this one has stopped: Horovod cannot take back what
         it has told the others.
         """
-        dropping = self._dropping = self._dropping or _Dropping(self._drop(hand_over, name, step))
+        start, gather = functools.partial(self._start_like, hand_over), functools.partial(start_gathering, self)
+        dropping = self._dropping = self._dropping or Dropping(self.started, start, gather, name, step, self.size)
         self._missed = False
         try:
             with self.twice_the_limit(), self.meeting_for("optimizer.grace.discard()"):
@@ -205,26 +188,14 @@ class HorovodTransport(MeetingTransport):
         self._dropping = None
         return steps
 
-    def _drop(
-        self, hand_over: Callable[[Mapping[str, Any]], Any], name: str, step: int
-    ) -> Generator[Handle, torch.Tensor, list[int]]:
-        """Yield the collectives for which `discard` waits, one after another; return the steps of all ranks."""
-
-        def start(name: str, call: Mapping[str, Any]) -> None:
-            if "delegated" in call:
-                hand_over(call)
-                return
-            dtype, lengths = getattr(torch, call["dtype"]), call["lengths"]
-            zeros = torch.zeros(sum(lengths), dtype=dtype, device=call["device"]).split(lengths)
-            self.start(Collective(call["kind"], zeros, call["op"], call["root"], call["equal"]), name)
-
-        received = yield start_gathering(self, packed(self.started.calls()), name)
-        waiting = self.started.start_missing(unpacked(bytes(received.tolist()), self.size), start)
-        while waiting:
-            yield waiting.pop()
-        # Ranks that have given up meanwhile come back for this: what they had started is complete without them.
-        received = yield start_gathering(self, packed(step), f"{name}/step")
-        return unpacked(bytes(received.tolist()), self.size)
+    def _start_like(self, hand_over: Callable[[Mapping[str, Any]], Any], name: str, call: Mapping[str, Any]) -> None:
+        """Start with zeros what another rank has started."""
+        if "delegated" in call:
+            hand_over(call)
+            return
+        dtype, lengths = getattr(torch, call["dtype"]), call["lengths"]
+        zeros = torch.zeros(sum(lengths), dtype=dtype, device=call["device"]).split(lengths)
+        self.start(Collective(call["kind"], zeros, call["op"], call["root"], call["equal"]), name)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
         """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
