@@ -13,7 +13,7 @@ from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
 from grace.core.session import exchange as core
 from grace.core.session.comparisons import Comparisons
-from grace.core.session.start import Session, described
+from grace.core.session.start import Session
 from grace.core.state.checkpoint import carrying
 from grace.core.state.rollback import Rollback
 from grace.core.state.run import Run
@@ -88,10 +88,6 @@ class Exchange(core.Exchange):
     def all_dense(self) -> bool:
         """True if no tensor is compressed now."""
         return all(item.dense for item in self.plan.assignments)
-
-    def described(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
-        return described(self.config, self._specs, [self.plan], self._ops)
 
     def abandon(self) -> None:
         """Drop the step under way on this rank, whatever the others do, because Horovod will start anew."""

@@ -101,6 +101,11 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         used = described(optimizer) if local_steps == 1 else described(optimizer)._replace(adaptive=False)
         if library.transport.rank == 0:
             warn_of_pairs(made, used)
+        settings: dict[str, Any] = {
+            "backward_passes_per_step": backward_passes_per_step,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "sparse_as_dense": sparse_as_dense,
+        }
         if local_steps != 1:
             check_local_steps(
                 made,
@@ -122,22 +127,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 )
             wrapped, names = optimizer, names_of(optimizer, named_parameters)
         else:
-            wrapped, names = library.wrap(
-                optimizer,
-                named_parameters,
-                backward_passes_per_step=backward_passes_per_step,
-                op=op,
-                gradient_predivide_factor=gradient_predivide_factor,
-                sparse_as_dense=sparse_as_dense,
-            )
+            wrapped, names = library.wrap(optimizer, named_parameters, op=op, **settings)
         trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
         session.mine = {
             "optimizer number": session.number,
             "local_steps": local_steps,
-            "backward_passes_per_step": backward_passes_per_step,
             "op": "average" if average else "sum",
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "sparse_as_dense": sparse_as_dense,
+            **settings,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "grad_scaler": scaler is not None,
         }

@@ -38,9 +38,6 @@ class GradientViews:
         for p, view in self._views.items():
             p.grad = view
 
-    def __contains__(self, p: torch.nn.Parameter) -> bool:
-        return p in self._views
-
 
 def _place(plan: Plan, name: str) -> tuple[int, int]:
     """Return the index of the unit with the tensor's first element, and the element's offset in the unit."""

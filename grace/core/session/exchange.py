@@ -18,6 +18,7 @@ from grace.core.observe.statistics import scalars
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
+from grace.core.session.start import described
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.state.checkpoint import saved_carrying
 from grace.core.state.merge import in_rank_order
@@ -120,6 +121,10 @@ class Exchange(ABC):
     def _speaks(self) -> bool:
         """True on the rank that tells the user about the exchange."""
         return self.rank == 0
+
+    def described(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        return described(self.config, self._specs, [self.plan], self._ops)
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Tell the user on rank 0 what is sent from now on; see `grace.core.observe.announcement`."""
