@@ -185,10 +185,10 @@ class Doctor:
             note = "" if shutil.which(name) else " (not on PATH: activate the environment first)"
             self._say(name, f"{path}{note}")
         # A local import: this module imports NumPy, and `grace bench` sets the number of threads before that.
-        from grace.core.ops.native import described
+        from grace.core.ops.native import describe
 
         try:
-            self._say("kernels", described())
+            self._say("kernels", describe())
         except ConfigError as error:
             self._say("kernels", "not usable", str(error))
         return found, OPEN_MPI_FLAGS if "Open MPI" in version or "OpenRTE" in version else []
@@ -356,7 +356,7 @@ def _command(pair: Pair, found: dict[str, str], flags: Sequence[str]) -> list[st
 
 
 def _impossible(pair: Pair, ended: Ended) -> str:
-    """Return why ranks could not meet: Horovod's build lacks what the launcher needs. Empty if it does not."""
+    """Return why the rendezvous failed: Horovod's build lacks what the launcher needs. Empty if it does not."""
     controller, built = CONTROLLERS.get(pair.launcher), ended.facts.get("built")
     if ended.status == 0 or controller is None or built is None or controller in built:
         return ""

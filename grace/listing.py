@@ -14,7 +14,7 @@ from grace.bench.variants import Variant
 from grace.core.config.config import Method
 from grace.core.config.recommended import ANY, STARTS, Start, optimizers_for, starts
 from grace.core.config.registry import Registry, communicators, compressors, fields_of, memories
-from grace.core.errors import ConfigError, folded, nearest
+from grace.core.errors import ConfigError, fold, nearest
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, fixed_size, sparsifies
 from grace.core.observe.table import align
@@ -229,7 +229,7 @@ def names() -> list[str]:
 def _family(name: str) -> Family:
     """Return the family of this name."""
     for family in FAMILIES:
-        if folded(family.title) == folded(name):
+        if fold(family.title) == fold(name):
             return family
     raise ConfigError(f"--family: unknown family '{name}'.{nearest(name, [family.page for family in FAMILIES])}")
 

@@ -43,7 +43,7 @@ class Machine:
     def has(self, packages=EVERYTHING, launchers=LAUNCHERS, built=BOTH, scripts=None) -> None:
         """Set what is there. A launcher notes its name and runs its program once, unless `scripts` has another text.
 
-        The program fails if Horovod's build lacks what the launcher needs, as ranks do that do not meet.
+        The program fails if Horovod's build lacks what the launcher needs, as ranks do whose rendezvous fails.
         """
         self._patch.setattr(doctor, "installed", lambda name: "9.9" if name in packages else None)
         built_for = f"dict(torch={built['torch']}, tensorflow={built['tensorflow']})['{{0}}']"
@@ -336,7 +336,7 @@ def test_this_environment_is_complete(capsys):
     assert found["grace"] == grace.__version__
     assert "Gloo" in found["horovod.torch"]
     assert "Gloo" in found["horovod.tensorflow"]
-    assert found["kernels"] == native.described()
+    assert found["kernels"] == native.describe()
     assert found["kernels.tensorflow"] == native_tensorflow.described()
     assert found["2-rank"] == "allreduce    not checked (--no-launch)"
 
@@ -364,17 +364,17 @@ def test_doctor_says_which_kernels_are_in_use(monkeypatch):
     monkeypatch.setattr(native, "module_file", lambda: None)
     reference = "the reference implementation is used. To build the kernels, run "
     monkeypatch.setattr(native, "module", built)
-    assert native.described() == "avx2, CPU only"
+    assert native.describe() == "avx2, CPU only"
     monkeypatch.setattr(native, "module", None)
-    assert native.described().startswith(f"not built: {reference}")
+    assert native.describe().startswith(f"not built: {reference}")
     monkeypatch.setattr(native, "module_file", lambda: "native.so")
-    assert native.described().startswith(f"built for another version and cannot be loaded: {reference}")
+    assert native.describe().startswith(f"built for another version and cannot be loaded: {reference}")
     for there, where in ((False, "CPU; built for CUDA too, but there is no CUDA device"), (True, "CPU and CUDA")):
         built = SimpleNamespace(isa=lambda: "avx512", cuda=True, serves_gpu=lambda device, there=there: there)
         monkeypatch.setattr(native, "module", built)
-        assert native.described() == f"avx512, {where}"
+        assert native.describe() == f"avx512, {where}"
     monkeypatch.setenv("GRACE_NATIVE", "0")
-    assert native.described() == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
+    assert native.describe() == "avx512, CPU and CUDA; not used, because GRACE_NATIVE is 0"
 
 
 def test_doctor_says_which_kernels_for_tensorflow_are_in_use(monkeypatch):

@@ -67,7 +67,7 @@ _UNITS = {"compress_ratio": "the share of the elements that is sent", "quantum_n
 MOST = 5
 
 
-def folded(name: str) -> str:
+def fold(name: str) -> str:
     """Return a name as it is compared: without case, hyphens, underscores and spaces."""
     return re.sub(r"[-_ ]", "", name).lower()
 
@@ -75,8 +75,8 @@ def folded(name: str) -> str:
 def meant(name: object, valid: Iterable[str]) -> list[str]:
     """Return the valid names that were probably meant: synonyms, the same word in another form, or a similar one."""
     names, text = sorted(set(valid)), str(name)
-    synonyms = [known for known in SYNONYMS.get(folded(text), ()) if known in names]
-    alike = [known for known in names if folded(known) == folded(text)]
+    synonyms = [known for known in SYNONYMS.get(fold(text), ()) if known in names]
+    alike = [known for known in names if fold(known) == fold(text)]
     return synonyms or alike[:1] or difflib.get_close_matches(text, names, n=1)
 
 
@@ -85,7 +85,7 @@ def nearest(name: object, valid: Iterable[str]) -> str:
     names = sorted(set(valid))
     found = meant(name, names)
     # A similar word is a slip of the pen, and another word may mean another unit.
-    units = _UNITS if folded(str(name)) in SYNONYMS else {}
+    units = _UNITS if fold(str(name)) in SYNONYMS else {}
     hints = [f"'{known}'" + (f", {units[known]}" if known in units else "") for known in found]
     hint = f" Did you mean {' or '.join(hints)}?" if hints else ""
     if len(names) <= MOST:

@@ -51,7 +51,7 @@ class MPIExchange(Exchange):
         self.transport, ops = MPITransport(comm, timeout=request.timeout), functools.partial(get_ops, "numpy")
         try:
             with open_session(request, self.transport, world=_WORLD) as session:
-                session.mine["average"] = average
+                session.local["average"] = average
                 run = session.begin(as_specs(tensors), ops, average=average)
         except Exception:
             # All ranks get here, or none.

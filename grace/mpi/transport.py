@@ -104,7 +104,7 @@ class MPITransport(OrderedTransport):
         return local_size if known else 0
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
-        """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
+        """Join the bytes of all ranks; see `HandshakeTransport.gather_bytes`."""
         return bytes(self.allgather(np.frombuffer(data, np.uint8), name=name).wait().tobytes())
 
     def discard(self, step: int) -> list[int]:
@@ -184,7 +184,7 @@ class MPITransport(OrderedTransport):
                 absent = [f"rank {rank} {text}" for rank, text in self._notes.received().items()]
                 if absent:
                     raise WaitError(
-                        f"rank {self.rank} of {self.size} waits in vain for {what()}: {'; '.join(absent)}. Correct it "
+                        f"rank {self.rank} of {self.size} cannot complete {what()}: {'; '.join(absent)}. Correct it "
                         "on that rank, or let all ranks call the exchange equally often."
                     )
 

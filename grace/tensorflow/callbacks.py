@@ -10,7 +10,7 @@ import keras
 
 from grace.core.config.schedule import as_changes
 from grace.core.errors import ConfigError, MismatchError
-from grace.core.guards.agreement import Meeting
+from grace.core.guards.agreement import Handshake
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.transport import broadcast
@@ -63,12 +63,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         optimizer, exchange = self.model.optimizer, getattr(self.model.optimizer, "grace", None)
         # The broadcast itself has no time limit.
-        with Meeting(_gather(self, "broadcast"), type(self).__name__) as meeting:
+        with Handshake(_gather(self, "broadcast"), type(self).__name__) as handshake:
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             mine = {id(variable) for variable in exchange.of_this_rank} if exchange else set()
             variables = [v.value for v in (*self.model.weights, *optimizer.variables) if id(v.value) not in mine]
-            meeting.mine.update({f"variable {i}": [list(v.shape), v.dtype.name] for i, v in enumerate(variables)})
+            handshake.local.update({f"variable {i}": [list(v.shape), v.dtype.name] for i, v in enumerate(variables)})
         broadcast(variables, self.root_rank, self.process_set)
 
 

@@ -12,7 +12,7 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from grace.core.errors import ConfigError
-from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps, refusal_of_process_sets
+from grace.core.guards.elastic import Membership, check_plan, refusal_of_local_steps, refusal_of_process_sets
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import inside
 from grace.tensorflow.optimizer import Distributed, innermost
@@ -22,7 +22,7 @@ _WHERE = "grace.tensorflow.KerasState"
 
 
 def _with_errors_of_horovod(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that turns TensorFlow's error of a collective into the error after which Horovod starts anew.
+    """Return a function that turns TensorFlow's error of a collective into the error after which Horovod restarts.
 
     Horovod does so only in the function that it runs, and it synchronizes the state outside of that.
     """
@@ -46,7 +46,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
-    hold back nothing. What a lost rank held back is lost, and the log says so. Steps are traced anew: `fit` makes its
+    hold back nothing. What a lost rank held back is lost, and the log says so. Steps are traced again: `fit` makes its
     function again, and a `tf.function` of your own must be made in the function that Horovod runs.
 
     Raises ConfigError for a model without variables, and for exchanges whose states cannot go on with other ranks.
@@ -74,7 +74,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
         for exchange in exchanges:
             _check(exchange)
             exchange.synchronized = True
-        self._exchanges = [(exchange, Crew()) for exchange in exchanges]
+        self._exchanges = [(exchange, Membership()) for exchange in exchanges]
         self._save_variables()
         super().__init__(bcast_object=_with_errors_of_horovod(hvd.broadcast_object), get_rank=hvd.rank, **more)
 
@@ -94,10 +94,10 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def reset(self) -> None:
         """Go on with the ranks that Horovod has now; it calls this before it calls `sync`."""
         super().reset()
-        for exchange, crew in self._exchanges:
+        for exchange, membership in self._exchanges:
             before, after = exchange.move()
             _check(exchange)
-            crew.moved(before, after, exchange.rank)
+            membership.move(before, after, exchange.rank)
         if self.model.train_function is not None:
             self.model.make_train_function(force=True)
         self._save_variables()
@@ -117,8 +117,8 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     def _meet(self, number: int) -> bool:
         """Compare an exchange with that of the other ranks; return whether this one keeps what it holds back."""
-        exchange, crew = self._exchanges[number]
-        return crew.meet(
+        exchange, membership = self._exchanges[number]
+        return membership.agree(
             exchange.described,
             lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"),
             _WHERE,

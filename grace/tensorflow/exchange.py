@@ -15,13 +15,13 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.config.registry import compressors
 from grace.core.errors import ConfigError, IncompatibleError, StepError
-from grace.core.guards.agreement import Meeting
+from grace.core.guards.agreement import Handshake
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
-from grace.core.session.start import check_predivide, described, is_mean
+from grace.core.session.start import check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import Gradient, common_kinds, device_of, inside, is_embedding, kind_of, names_of
 from grace.tensorflow.run import VariableRun, tensorflow_ops
@@ -32,7 +32,7 @@ from grace.tensorflow.waiting import elastic_timeout, gather, is_elastic
 
 # The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
 # differ between exchanges. Ranks start exchanges in the same order.
-_meetings: collections.Counter[int] = collections.Counter()
+_handshakes: collections.Counter[int] = collections.Counter()
 
 
 class Exchange(core.Exchange, tf.Module):
@@ -108,7 +108,7 @@ class Exchange(core.Exchange, tf.Module):
         return self.run.stats(self.times, self._track_norms)
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
-        """Tell the user on rank 0 what is sent, as soon as the ranks have met."""
+        """Tell the user on rank 0 what is sent, after the handshake."""
         if self._step is not None:
             super().announce(stages, step)
 
@@ -291,7 +291,7 @@ class Exchange(core.Exchange, tf.Module):
         return {
             **self.describe(),
             "history": [config.to_dict() for config in self.history],
-            **described(self.config, self._specs, self.run.plans, tensorflow_ops),
+            **describe(self.config, self._specs, self.run.plans, tensorflow_ops),
         }
 
     # --- elastic mode -------------------------------------------------------------------------------------------
@@ -301,25 +301,25 @@ class Exchange(core.Exchange, tf.Module):
         return self.config, [*self.history], [tf.identity(variable) for variable in self.run.variables]
 
     def go_back(self, config: Config, history: list[Config], values: Sequence[tf.Tensor]) -> None:
-        """Return to a copy made among the same ranks. If `change` was called since, steps must be traced anew."""
+        """Return to a copy made among the same ranks. If `change` was called since, steps must be traced again."""
         if len(self.history) != len(history):
             self.config, self.history = config, [*history]
-            self._make_anew()
+            self._remake()
         for variable, value in zip(self.run.variables, values, strict=True):
             variable.assign(value)
 
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that Horovod has now; return the numbers of ranks before and now.
 
-        The ranks meet again at the next step. Graphs of earlier steps raise an error.
+        The handshake is repeated at the next step. Graphs of earlier steps raise an error.
         """
         before = self.size
         self.rank, self.ranks = self._rank_of_ranks()
-        old = self._make_anew()
+        old = self._remake()
         self.run.move(old, average=self.op == hvd.Average)
         return before, self.size
 
-    def _make_anew(self) -> VariableRun:
+    def _remake(self) -> VariableRun:
         """Start a run with the ranks and the configuration of now, with new variables; return the old one."""
         old = self.run
         old.retire()
@@ -355,16 +355,16 @@ class Exchange(core.Exchange, tf.Module):
         # Rows of a tensor that is compressed in a stage are added into a dense gradient: error feedback needs all.
         plain = [{item.spec.name for item in plan.delegated} for plan in run.plans]
         rows = set() if self.sparse_as_dense else set.intersection(*plain)
-        with Meeting(lambda mine: self._gather([mine], "first step", where), where) as meeting:
+        with Handshake(lambda mine: self._gather([mine], "first step", where), where) as handshake:
             if failure is not None:
                 raise failure
-            self.times.start_as_told(hvd.rank(), hvd.size())
+            self.times.start_from_environment(hvd.rank(), hvd.size())
             if self.ranks != run.ranks and any(plan.shards for plan in run.plans):
                 raise ConfigError(
                     f"the plan was made for {run.ranks.size} ranks, and there are {self.size}; call hvd.init() "
                     "before you build or load the optimizer: the communicator cuts tensors into one shard per rank."
                 )
-            meeting.mine = {
+            handshake.local = {
                 **self.described(),
                 "iterations": self._iterations(),
                 "methods": [
@@ -372,17 +372,17 @@ class Exchange(core.Exchange, tf.Module):
                     for plan in run.plans
                 ],
                 "of this rank": {
-                    "meetings": _meetings[set_id],
+                    "handshakes": _handshakes[set_id],
                     "kinds": {
                         spec.name: kind_of(gradient, spec.name in rows)
                         for spec, gradient in zip(self._specs, gradients, strict=True)
                     },
                 },
             }
-        everyone = meeting.everyone
+        everyone = handshake.everyone
         # Horovod may reuse the identifier of a removed set with other ranks. So the ranks' counts may differ.
-        number = max(other["of this rank"]["meetings"] for other in everyone)
-        _meetings[set_id] = number + 1
+        number = max(other["of this rank"]["handshakes"] for other in everyone)
+        _handshakes[set_id] = number + 1
         # Horovod takes an error for one of its own only if the name of a collective says so, and swallows all others.
         kind = ".HorovodAllreduce" if self.elastic else ""
         transport = HorovodTransport(self.process_set, f"grace.{set_id}.{number}{kind}")

@@ -22,7 +22,7 @@ import tensorflow as tf
 from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.config.recommended import Optimizer, warn_of_pairs
 from grace.core.errors import ConfigError, StepError
-from grace.core.guards.agreement import Meeting
+from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
@@ -66,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
     It works in `model.compile` and `fit`, in `apply` and `apply_gradients`, in eager mode and inside `tf.function`.
     Wrap it before the first step: a `tf.function` of your own that was traced with the plain optimizer does not
-    exchange. `fit` and `train_on_batch` make their function anew.
+    exchange. `fit` and `train_on_batch` make their function again.
 
     `config` is a mapping, a `Config` or the path of a TOML file. `options` are further keys of the configuration (see
     `grace.make_config`). If they name no compressor, the environment variable GRACE_CONFIG gives the configuration.
@@ -88,12 +88,12 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     check_process(_WHERE, process_set)
     timeout = TIMEOUT
 
-    def met(mine: Any) -> list[Any]:
-        # In elastic mode ranks meet when their states are synchronized: a new rank makes its optimizer while the others
-        # go on.
+    def gather_unless_elastic(mine: Any) -> list[Any]:
+        # In elastic mode the handshake comes when states are synchronized: a new rank makes its optimizer while the
+        # others go on.
         return [mine] if is_elastic() else gather(process_set, "optimizer", f"{_WHERE}()", timeout)(mine)
 
-    with Meeting(met, _WHERE) as meeting:
+    with Handshake(gather_unless_elastic, _WHERE) as handshake:
         refuse_arguments(options, _WHERE, REFUSED)
         refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
@@ -117,26 +117,26 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             for used in exchange.optimizers:
                 warn_of_pairs(exchange.config, used)
         if rank >= 0:
-            exchange.times.start_as_told(hvd.rank(), hvd.size())
+            exchange.times.start_from_environment(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
         if local_steps != 1:
             _check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
-        meeting.mine = {
+        handshake.local = {
             **exchange.describe(),
             "backward_passes_per_step": backward_passes_per_step,
             "average_aggregated_gradients": average_aggregated_gradients,
             "local_steps": local_steps,
         }
     if rank == 0:
-        warn(early_warnings(exchange.config), exchange.told)
+        warn(early_warnings(exchange.config), exchange.warned)
     inner = innermost(optimizer)
     if backward_passes_per_step > 1:
         inner.gradient_accumulation_steps = backward_passes_per_step
     late = inner.built and int(inner.iterations) > 0
     if late:
         logger().warning(
-            "%s: the optimizer has taken steps already. fit() makes its train function anew, but a tf.function of your "
-            "own that was traced before does not exchange gradients; make a new one.",
+            "%s: the optimizer has taken steps already. fit() makes its train function again, but a tf.function of "
+            "your own that was traced before does not exchange gradients; make a new one.",
             _WHERE,
         )
     _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step, local_steps)
@@ -286,7 +286,7 @@ class Distributed:
         self.grace.build(variables)
         if self._local_steps > 1:
             values = map(tf.convert_to_tensor, variables)
-            self._met = [self.grace._make_variable(f"met_{i}", value) for i, value in enumerate(values)]
+            self._last_exchanged = [self.grace._make_variable(f"met_{i}", value) for i, value in enumerate(values)]
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
@@ -375,19 +375,19 @@ class Distributed:
         `grace.core.session.local_steps` has the method.
         """
         self._known(trainable_variables)
-        variables, met, exchange = [inside(v) for v in self._trainable_variables], self._met, self.grace
+        variables, before, exchange = [inside(v) for v in self._trainable_variables], self._last_exchanged, self.grace
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
         exchange.filled([tf.zeros_like(v) for v in variables])
 
         def remember() -> tf.Tensor:
             # The weights may have been loaded or broadcast since the last exchange.
-            for weights, v in zip(met, variables, strict=True):
+            for weights, v in zip(before, variables, strict=True):
                 weights.assign(v)
             return tf.constant(True)
 
-        def meet() -> tf.Tensor:
-            moved = exchange([weights - v for weights, v in zip(met, variables, strict=True)])
-            for weights, v, mean in zip(met, variables, moved, strict=True):
+        def exchange_changes() -> tf.Tensor:
+            moved = exchange([weights - v for weights, v in zip(before, variables, strict=True)])
+            for weights, v, mean in zip(before, variables, moved, strict=True):
                 v.assign(weights - tf.convert_to_tensor(mean))
             return tf.constant(True)
 
@@ -395,7 +395,7 @@ class Distributed:
         tf.cond(done % self._local_steps == 0, remember, lambda: tf.constant(False))
         with self.after_exchange():
             super().apply(grads, trainable_variables)
-        tf.cond(done % self._local_steps == 0, meet, lambda: tf.constant(False))
+        tf.cond(done % self._local_steps == 0, exchange_changes, lambda: tf.constant(False))
 
     def get_config(self) -> dict[str, Any]:
         """Return the configurations of the Keras optimizer and of the exchange."""

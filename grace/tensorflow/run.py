@@ -31,7 +31,7 @@ from grace.tensorflow.stage import Stage, StateVariable
 #: Returns the array operations of a device.
 tensorflow_ops = functools.partial(get_ops, "tensorflow")
 _STALE = (
-    "StepError: the step was traced before grace.change(), or before elastic Horovod started anew; "
+    "StepError: the step was traced before grace.change(), or before elastic Horovod restarted; "
     "trace it again: make a new tf.function, or call model.compile()."
 )
 
@@ -186,7 +186,7 @@ class VariableRun:
         self._own_from(old.step)
 
     def reset_memories(self) -> None:
-        """Let the memories of this rank start anew."""
+        """Let the memories of this rank restart."""
         stage = self.stage
         units = [unit for unit in stage.plan.stateful.values() if unit.memory.across_ranks != "equal"]
         stage.write({unit.spec.name: {"memory": self._fresh(unit)["memory"]} for unit in units})

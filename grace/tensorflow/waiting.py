@@ -1,4 +1,4 @@
-"""Waits with TensorFlow: meetings of the ranks end at the time limit, and a thread watches over the steps of graphs."""
+"""Waits with TensorFlow: handshakes end at the time limit, and a thread watches over the steps of graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ atexit.register(_exiting.set)
 def gather(process_set: Any, purpose: str, what: str, timeout: float = TIMEOUT) -> Callable[[Any], list[Any]]:
     """Return a function that gathers the JSON-able values of the ranks of a process set, or of a rank outside of it.
 
-    The function blocks. It raises WaitError after `timeout` seconds; `what` says for what the ranks meet. Horovod's
+    The function blocks. It raises WaitError after `timeout` seconds; `what` says for what the handshake is. Horovod's
     collective then stays behind on a thread of its own.
     """
     if process_set.process_set_id is None or not process_set.included():

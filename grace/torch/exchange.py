@@ -90,7 +90,7 @@ class Exchange(core.Exchange):
         return all(item.dense for item in self.plan.assignments)
 
     def abandon(self) -> None:
-        """Drop the step under way on this rank, whatever the others do, because Horovod will start anew."""
+        """Drop the step under way on this rank, whatever the others do, because Horovod will restart."""
         self._forget()
         self.rollback.give_up()
 
@@ -98,14 +98,14 @@ class Exchange(core.Exchange):
         """Forget the gradients and comparisons of the step under way."""
         self._merged, self._gradients = {}, {}
         # Some ranks may have compared and others not.
-        self.comparisons.start_anew("the first step after discard()")
+        self.comparisons.restart("the first step after discard()")
 
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.run.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
-        self.comparisons.start_anew("the first step")
+        self.comparisons.restart("the first step")
         self.announce(self.run.stages, int(self.run.step))
         return before, self.size
 

@@ -10,7 +10,7 @@ import torch
 
 from grace.core.plan.unit import Assignment
 from grace.core.state.run import Run
-from grace.core.transport.transport import MeetingTransport
+from grace.core.transport.transport import HandshakeTransport
 
 
 class Delegated(Protocol):
@@ -34,7 +34,7 @@ class Library(ABC):
 
     # What to do if the replicas start with other weights.
     advice: ClassVar[str]
-    transport: MeetingTransport
+    transport: HandshakeTransport
     # The name of the group of ranks, equal on all of them.
     group: str
     # Rank and size among all processes.
@@ -65,7 +65,7 @@ class Library(ABC):
         gradient_predivide_factor: float,
         sparse_as_dense: bool,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
-        """Return the optimizer to which the adapter attaches, and the names of its parameters, before the ranks meet.
+        """Return the optimizer to which the adapter attaches, and the names of its parameters, before the handshake.
 
         Its hooks call `_allreduce_grad_async(p)` with each finished gradient. The adapter replaces this method. It
         returns a function that waits for the result, or a handle of the library, and a context. `_handles` keeps what
@@ -75,7 +75,7 @@ class Library(ABC):
 
     @abstractmethod
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
-        """Register the hooks that are still missing, after the ranks have met; return what exchanges dense tensors."""
+        """Register the hooks that are still missing, after the handshake; return what exchanges dense tensors."""
 
     @abstractmethod
     def drop(self, name: str, step: int) -> list[int]:

@@ -24,9 +24,9 @@ class LocalAdapter(OptimizerAdapter):
         give_own_class(self.optimizer)
         self.every, self.steps = every, 0
         # The weights after the last exchange.
-        self.met = {p: p.detach().clone() for p in self.names}
+        self.exchanged = {p: p.detach().clone() for p in self.names}
         # True from the beginning of an exchange until it is complete.
-        self.meeting = False
+        self.exchanging = False
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of this rank, and exchange the weights if it is time."""
@@ -35,7 +35,7 @@ class LocalAdapter(OptimizerAdapter):
             self.exchange.start_comparing()
             # The weights may have been loaded or broadcast since the last exchange.
             for p in self.names:
-                self.met[p].copy_(p.detach())
+                self.exchanged[p].copy_(p.detach())
 
         def evaluate() -> Any:
             loss = closure()
@@ -51,37 +51,37 @@ class LocalAdapter(OptimizerAdapter):
         return loss
 
     def _meet(self) -> None:
-        self.meeting = True
+        self.exchanging = True
         with self.rollback.attempt(), torch.no_grad():
             self.rollback.keep()
             self.exchange.comparisons.finish()
             for p, name in self.names.items():
                 if p.requires_grad:
-                    self.run.current.ready(name, self.met[p] - p)
+                    self.run.current.ready(name, self.exchanged[p] - p)
                 else:
                     # It was frozen in mid-run, and keeps its residual and its weight.
                     self.run.current.rest(name)
             moved = self.run.finish()
             for p, name in self.names.items():
                 if p.requires_grad:
-                    p.copy_(self.met[p] - moved[name])
-        self.meeting = False
+                    p.copy_(self.exchanged[p] - moved[name])
+        self.exchanging = False
         self.rollback.let_go()
 
     def forget(self) -> None:
         """Return to the weights after the last exchange."""
-        begun = self.every if self.meeting else self.steps % self.every
+        begun = self.every if self.exchanging else self.steps % self.every
         if begun:
             with torch.no_grad():
                 for p in self.names:
-                    p.copy_(self.met[p])
+                    p.copy_(self.exchanged[p])
         self.steps -= begun
-        self.meeting = False
+        self.exchanging = False
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, with that of grace and the weights after the last exchange."""
-        local = {"steps": self.steps, "met": {name: self.met[p] for p, name in self.names.items()}}
+        local = {"steps": self.steps, "met": {name: self.exchanged[p] for p, name in self.names.items()}}
         return {**super().state_dict(), "grace_local": local}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
@@ -89,7 +89,7 @@ class LocalAdapter(OptimizerAdapter):
         self.rollback.check()
         given = optimizer_state(state_dict, self.exchange.rank)
         saved, local = given.pop("grace", None), given.pop("grace_local", None)
-        expected = {name: show(self.met[p]) for p, name in self.names.items()}
+        expected = {name: show(self.exchanged[p]) for p, name in self.names.items()}
         found = local.get("met") if isinstance(local, Mapping) else None
         fits = isinstance(found, Mapping) and {name: show(value) for name, value in found.items()} == expected
         if saved is None or not fits or not all(isinstance(value, torch.Tensor) for value in found.values()):
@@ -101,4 +101,4 @@ class LocalAdapter(OptimizerAdapter):
         self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
         self.steps = int(local["steps"])
         for p, name in self.names.items():
-            self.met[p].copy_(found[name])
+            self.exchanged[p].copy_(found[name])

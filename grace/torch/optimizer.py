@@ -88,8 +88,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         world=library.world,
         group=f"grace/{library.group}",
         kind="",
-        # In elastic mode ranks meet when their states are synchronized: a new rank makes its optimizer while the others
-        # go on.
+        # In elastic mode the handshake comes when states are synchronized: a new rank makes its optimizer while the
+        # others go on.
         gather=(lambda mine: [mine]) if library.elastic else None,
     ) as session:
         refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, _WHERE)
@@ -129,7 +129,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         else:
             wrapped, names = library.wrap(optimizer, named_parameters, op=op, **settings)
         trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
-        session.mine = {
+        session.local = {
             "optimizer number": session.number,
             "local_steps": local_steps,
             "op": "average" if average else "sum",

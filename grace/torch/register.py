@@ -66,7 +66,7 @@ def register(
         scaler = enabled(grad_scaler, trained.values(), WHERE)
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
-        session.mine = {"model number": session.number, "grad_scaler": scaler is not None}
+        session.local = {"model number": session.number, "grad_scaler": scaler is not None}
         run = session.begin(specs, OPS, average=True, delegate=library.reduces)
     exchange = ModelExchange(session, library, parameters, scaler)
     GradientHook(model, parameters, exchange, wrapped).attach(model)

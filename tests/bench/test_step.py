@@ -120,7 +120,7 @@ def test_without_shaping(framework, tmp_path):
     baselines, rounds, steps = ["horovod", "horovod-fp16", "ddp", "ddp-powersgd"], 2, 2
     figure, model, numbers = ["--plot", str(picture), "--launcher", "horovod"], "resnet", 269_722
     if framework == "tensorflow":
-        # Every round of a method traces its graph anew, which takes seconds. test_models.py has TensorFlow's resnet.
+        # Every round of a method traces its graph again, which takes seconds. test_models.py has TensorFlow's resnet.
         # Its launcher is Horovod without being named.
         baselines, rounds, steps, figure = ["horovod"], 1, 2, []
         if not ALL:
@@ -287,7 +287,7 @@ def test_peak_is_that_of_one_visit():
         visit(Side(), "topk", "horovod", {"numbers": n}, 0, 1, None).peak_bytes for n in (8_000_000, 5_000_000)
     )
     # The kernel counts pages per processor and updates the total only occasionally. The C library maps arrays of more
-    # than 32 MB anew, and may take smaller ones from pages that it kept.
+    # than 32 MB again, and may take smaller ones from pages that it kept.
     assert 62_000_000 < large < 72_000_000
     assert 38_000_000 < small < 48_000_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grace.core.errors import ConfigError, MismatchError
-from grace.core.guards.agreement import Meeting, agree
+from grace.core.guards.agreement import Handshake, agree
 
 TOLD = {"configuration": {"compressor": "topk", "ratio": 0.1}, "parameters": {"a": [3], "b": [4]}}
 REORDERED = {**TOLD, "parameters": {"b": [4], "a": [3]}}
@@ -60,11 +60,11 @@ def test_an_error_while_a_rank_prepares_is_told_to_the_others():
     sent = []
     with (
         pytest.raises(ConfigError, match="no such thing"),
-        Meeting(lambda mine: [TOLD, sent.append(mine) or mine], "grace.make") as meeting,
+        Handshake(lambda mine: [TOLD, sent.append(mine) or mine], "grace.make") as handshake,
     ):
         raise ConfigError("no such thing")
     assert sent == [{"error": "ConfigError: no such thing"}]
-    assert meeting.everyone == []
-    with Meeting(lambda mine: [TOLD, mine], "grace.make") as meeting:
-        meeting.mine = {**TOLD, "of this rank": 1}
-    assert meeting.everyone == [TOLD, {**TOLD, "of this rank": 1}]
+    assert handshake.everyone == []
+    with Handshake(lambda mine: [TOLD, mine], "grace.make") as handshake:
+        handshake.local = {**TOLD, "of this rank": 1}
+    assert handshake.everyone == [TOLD, {**TOLD, "of this rank": 1}]

@@ -142,7 +142,7 @@ def test_shifts_are_carried_to_other_units(cut):
 
 
 @pytest.mark.parametrize(("before", "after"), [(DORE, DIANA), (DIANA, DORE)], ids=["to diana", "to dore"])
-def test_shifts_without_their_mean_start_anew(before, after):
+def test_shifts_without_their_mean_start_again(before, after):
     sim = grace.Simulation(3, SPECS, {**LOSSY, **before})
     for number in range(2):
         step(sim, number)
@@ -153,7 +153,7 @@ def test_shifts_without_their_mean_start_anew(before, after):
     assert_followed(sim)
 
 
-def test_other_owners_start_anew():
+def test_other_owners_start_again():
     sim = grace.Simulation(3, SPECS[:1], {**LOSSY, **DORE})
     step(sim, 0)
     assert_followed(sim)

@@ -165,7 +165,7 @@ def test_exchanges_of_a_process_share_a_file(tmp_path):
     assert len([e for e in events if e["name"] == "process_name"]) == 1
 
 
-def test_a_file_that_was_taken_away_is_made_anew(tmp_path):
+def test_a_file_that_was_taken_away_is_made_again(tmp_path):
     path = tmp_path / "trace.json"
     for _ in range(2):
         sim = simulate(chosen("topk"), size=1)
@@ -214,20 +214,20 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path, monkeypatch, path):
     monkeypatch.setenv("GRACE_TIMELINE", path)
     if path:
         with pytest.raises(ConfigError, match="GRACE_TIMELINE"):
-            Times().start_as_told(0, 1)
+            Times().start_from_environment(0, 1)
     else:
-        Times().start_as_told(0, 1)
+        Times().start_from_environment(0, 1)
 
 
 def test_the_environment_names_a_file(tmp_path, monkeypatch):
     sim = simulate(chosen("topk"), size=1)
     monkeypatch.setenv("GRACE_TIMELINE", str(tmp_path / "told.json"))
-    sim.runs[0].times.start_as_told(0, 1)
+    sim.runs[0].times.start_from_environment(0, 1)
     step(sim, 0)
     check_trace(read(tmp_path / "told.json"), sim.runs[0].stats(), 0, 0)
     # A timeline that was started by a call goes on.
     sim.runs[0].times.start(tmp_path / "by hand.json", 0, 1)
-    sim.runs[0].times.start_as_told(0, 1)
+    sim.runs[0].times.start_from_environment(0, 1)
     step(sim, 1)
     assert steps_in(read(tmp_path / "by hand.json")) == {1}
 

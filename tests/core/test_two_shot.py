@@ -207,7 +207,7 @@ def test_a_checkpoint_continues_bit_for_bit(chosen, framework):
     assert_same(step(whole, 2), step(resumed, 2))
 
 
-def test_a_checkpoint_of_another_rank_starts_the_memories_anew():
+def test_a_checkpoint_of_another_rank_starts_the_memories_again():
     sim, fresh = (simulate(CHOSEN["topk"], size=2, specs=SPECS) for _ in "ab")
     step(sim, 0)
     target = sim.runs[1]
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_rank_starts_the_memories_anew():
 
 @pytest.mark.parametrize("name", ["topk", "dgc"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 4)])
-def test_a_checkpoint_of_another_number_of_ranks_starts_the_memories_anew(name, sizes):
+def test_a_checkpoint_of_another_number_of_ranks_starts_the_memories_again(name, sizes):
     """auto may have chosen another communicator for it."""
     chosen = dataclasses.replace(CHOSEN[name], communicator=communicators.make("auto"))
     before, sim, fresh = (simulate(chosen, size=size, specs=SPECS) for size in (*sizes, sizes[1]))

@@ -10,7 +10,7 @@ import pytest
 import grace
 from grace.core.errors import ConfigError, WaitError
 from grace.core.guards import waiting
-from grace.core.guards.waiting import explained, wait_until
+from grace.core.guards.waiting import explain, wait_until
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_what_a_collective_carries_is_told_in_words():
     plan = grace.Simulation(1, {f"w{i}": (64, 64) for i in range(3)}, {"compressor": "powersgd"}).plan
     (bucket,) = plan.buckets
     for name in (bucket.name, f"{bucket.name}/negotiate.sum.float32", f"{bucket.name}.float32"):
-        assert explained(plan, 5, name) == f"step 5, the gradient of 'w2' and 2 other tensors (collective '{name}')"
-    assert explained(plan, 5, f"{bucket.name}1") == f"step 5, {bucket.name}1"
+        assert explain(plan, 5, name) == f"step 5, the gradient of 'w2' and 2 other tensors (collective '{name}')"
+    assert explain(plan, 5, f"{bucket.name}1") == f"step 5, {bucket.name}1"
 
 
 def test_the_engine_explains_its_collectives():

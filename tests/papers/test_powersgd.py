@@ -77,7 +77,7 @@ def test_p_is_orthonormal(framework):
     assert np.abs(p.T @ p - np.eye(4)).max() < 1e-6
 
 
-def test_a_vanished_column_is_drawn_anew():
+def test_a_vanished_column_is_drawn_again():
     """After a zero gradient Q is zero. Without a new random Q, nothing would ever be sent again."""
     m = matrix(2)
     sim = simulate(2, m.shape, make("powersgd", compress_rank=2), "none")

@@ -9,7 +9,7 @@ from grace.core.methods.capabilities import Learning, Negotiating, Stateful, Tun
 from grace.core.methods.site import Site
 from grace.core.plan.plan import make_plan
 from grace.core.plan.unit import Assignment
-from grace.core.session.simulation import reduced
+from grace.core.session.simulation import reduce
 from grace.core.spec import HALF_DTYPES, Key
 
 
@@ -115,12 +115,12 @@ class Reference:
             return sites
         proposals = [compressor.propose(x, site) for x, site in zip(xs, sites, strict=True)]
         arrays, op = [proposal.array for proposal in proposals], proposals[0].op
-        negotiated = arrays[self.number % self.size] if op == "leader" else reduced(self.ops, arrays, op)
+        negotiated = arrays[self.number % self.size] if op == "leader" else reduce(self.ops, arrays, op)
         return [site._replace(negotiated=negotiated) for site in sites]
 
     def _sum(self, item, arrays):
         if self.ops.dtype(arrays[0]) not in HALF_DTYPES:
-            return reduced(self.ops, arrays, "sum")
+            return reduce(self.ops, arrays, "sum")
         # 16-bit floats are averaged by the allreduce, because their sum may overflow.
         return self.ops.half_sum(arrays, 1 / self.size if item.half_sum else 1.0)
 

@@ -63,7 +63,7 @@ class Ranks:
         self._cycle_ms, self._modules = cycle_ms, modules
         self._allocator = KEPT_PAGES if keep_pages else {}
         self._workers: list[subprocess.Popen[str]] = []
-        self._meeting: subprocess.Popen[str] | None = None
+        self._rendezvous: subprocess.Popen[str] | None = None
         # Files without a name: nothing is left of them when the processes have ended, however they ended.
         self._logs: dict[str, IO[bytes]] = {}
 
@@ -122,9 +122,9 @@ class Ranks:
         local_size = self._network.local_size if nodes[0].namespace is not None else size
         hosts = ",".join(f"{node.address}:{local_size}" for node in nodes[::local_size])
         program = python(RENDEZVOUS, self._network.hub.address, hosts)
-        self._meeting = self._launch("rendezvous", self._network.hub, program)
-        assert self._meeting.stdout is not None
-        port = self._meeting.stdout.readline().strip()
+        self._rendezvous = self._launch("rendezvous", self._network.hub, program)
+        assert self._rendezvous.stdout is not None
+        port = self._rendezvous.stdout.readline().strip()
         if not port:
             raise GraceError(f"Horovod's rendezvous server did not start:\n{self._tail('rendezvous')}")
         shared = {
@@ -250,9 +250,9 @@ class Ranks:
 
     def _end(self) -> None:
         self._signal(signal.SIGKILL)
-        if self._meeting is not None and self._meeting.poll() is None:
-            os.killpg(self._meeting.pid, signal.SIGKILL)
-        for process in (*self._workers, *filter(None, [self._meeting])):
+        if self._rendezvous is not None and self._rendezvous.poll() is None:
+            os.killpg(self._rendezvous.pid, signal.SIGKILL)
+        for process in (*self._workers, *filter(None, [self._rendezvous])):
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:

@@ -153,7 +153,7 @@ class TorchSide:
 
 
 def _store() -> tuple[torch.distributed.Store, int, int]:
-    """Return the store at which the ranks meet, this rank, and the number of ranks."""
+    """Return the rendezvous store, this rank, and the number of ranks."""
     host, port, rank, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     place = (host, int(port), int(size))
     if int(rank) > 0:

@@ -15,7 +15,7 @@ _SWEEPS = 20
 _SAMPLE = 1
 
 
-def fitted(ops: ArrayOps, x: Array, low: Array, high: Array, count: int, key: Key, power: int, ends: bool) -> Array:
+def fit(ops: ArrayOps, x: Array, low: Array, high: Array, count: int, key: Key, power: int, ends: bool) -> Array:
     """Return `count` ascending centroids of x, in its dtype.
 
     x lies between the 0-d arrays low and high, which with `ends` are the first and the last centroid. They are fitted

@@ -11,7 +11,7 @@ from grace.core.communicators.two_shot import keeps_state
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.plan.unit import Unit, scattered
+from grace.core.plan.unit import Unit, scatter
 from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
@@ -34,7 +34,7 @@ class ReduceScatter(Communicator):
     """
 
     any_length: ClassVar[bool] = True
-    brought_as: ClassVar[str] = "reduce_scatter"
+    external_name: ClassVar[str] = "reduce_scatter"
 
     chunks: tuple[tuple[str, int], ...] = ()
 
@@ -56,7 +56,7 @@ class ReduceScatter(Communicator):
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
         chunks = dict(self.chunks)
-        return [part for unit in units for part in scattered(unit, chunks, ranks.size)]
+        return [part for unit in units for part in scatter(unit, chunks, ranks.size)]
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         specs, guarded, size = [unit.spec for unit in units], [unit.guarded for unit in units], ranks.size

@@ -60,7 +60,7 @@ class PowerSGD(TwoFactors):
         return Proposal(ops.choose(whole, lambda: p, lambda: self._renewed_product(x, at)), "sum")
 
     def _renewed_product(self, x: Array, at: Site) -> Array:
-        """Return the product with a Q whose columns of zeros are drawn anew."""
+        """Return the product with a Q whose columns of zeros are drawn again."""
         q, lengths = unit_columns(at.ops, at.state["q"])
         q = at.ops.where(lengths == 0, self._random(at.spec, at.ops, at.key), q)
         return at.ops.reshape(at.ops.matmul(at.ops.reshape(x, matrix_shape(at.spec)), q), (-1,))

@@ -84,9 +84,9 @@ def warn_of_pairs(config: Config, optimizer: Optimizer, before: Config | None = 
 
     What holds for the configuration `before`, too, has been told.
     """
-    told = () if before is None else _poor_pairs(before, optimizer)
+    known = () if before is None else _poor_pairs(before, optimizer)
     for text in _poor_pairs(config, optimizer):
-        if text not in told:
+        if text not in known:
             warnings.warn(text, GraceWarning, stacklevel=_users_level())
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from grace.core.config import plugins
-from grace.core.errors import ConfigError, GraceWarning, folded, nearest
+from grace.core.errors import ConfigError, GraceWarning, fold, nearest
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -120,7 +120,7 @@ class Registry(Generic[T]):
     def _like(self, name: str, among: Iterable[str]) -> list[str]:
         """Return the names that are spelled like this one, or differ in case, hyphens and underscores only."""
         self._load()
-        return [name] if name in among else sorted(known for known in among if folded(known) == folded(name))
+        return [name] if name in among else sorted(known for known in among if fold(known) == fold(name))
 
     def get(self, name: str) -> type[T]:
         """Return the class of that name. Raises ConfigError if there is none, or if there are two."""

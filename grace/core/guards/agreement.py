@@ -73,7 +73,7 @@ def agree(
     return everyone
 
 
-class Meeting:
+class Handshake:
     """The point at which the ranks compare what they are about to do; a context.
 
     Its body prepares, and fills `mine`, the description of this rank. An error in it is told to the other ranks, which
@@ -82,15 +82,15 @@ class Meeting:
 
     def __init__(self, gather: Callable[[Any], list[Any]], where: str) -> None:
         self._gather, self._where = gather, where
-        self.mine: dict[str, Any] = {}
+        self.local: dict[str, Any] = {}
         self.everyone: list[dict[str, Any]] = []
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Handshake:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):
-            self.everyone = agree(self.mine, error, self._gather, self._where)
+            self.everyone = agree(self.local, error, self._gather, self._where)
 
 
 def check_steps(steps: Sequence[int]) -> None:

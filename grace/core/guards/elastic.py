@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core.errors import ConfigError
-from grace.core.guards.agreement import Meeting
+from grace.core.guards.agreement import Handshake
 from grace.core.methods.memory import holds_residual
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
@@ -36,14 +36,14 @@ def check_plan(plan: Plan, where: str) -> None:
             )
 
 
-class Crew:
+class Membership:
     """The ranks of an elastic run, as an exchange of this rank knows them."""
 
     def __init__(self) -> None:
         # The number of ranks among which this one was last; None if it is new.
         self._before: int | None = None
 
-    def moved(self, before: int, after: int, rank: int) -> None:
+    def move(self, before: int, after: int, rank: int) -> None:
         """Note that this rank goes on as rank `rank` of `after`; there were `before` ranks before."""
         self._before = before
         _log(
@@ -54,7 +54,7 @@ class Crew:
             after,
         )
 
-    def meet(
+    def agree(
         self, described: Callable[[], Mapping[str, Any]], gather: Callable[[Any], list[Any]], where: str, rank: int
     ) -> bool:
         """Compare what `described` returns with the other ranks; return whether this one keeps what it holds back.
@@ -62,9 +62,9 @@ class Crew:
         A new rank among others does not. At the start of a run all are new, and what one has loaded is its own. Raises
         the errors of `agree`.
         """
-        with Meeting(gather, where) as meeting:
-            meeting.mine = {**described(), "of this rank": self._before}
-        known = [theirs["of this rank"] for theirs in meeting.everyone]
+        with Handshake(gather, where) as handshake:
+            handshake.local = {**described(), "of this rank": self._before}
+        known = [theirs["of this rank"] for theirs in handshake.everyone]
         keeps = self._before is not None or not any(known)
         stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)
         if before:

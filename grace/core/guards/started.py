@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from grace.core.spec import Array
-from grace.core.transport.transport import Handle, packed, unpacked
+from grace.core.transport.transport import Handle, pack, unpack
 
 
 class _Noted(Handle):
@@ -61,10 +61,10 @@ class Started:
 
 
 class Dropping:
-    """The meeting of ranks that drop a step: they finish what only some have started, and tell each other their steps.
+    """The handshake of ranks that drop a step: they finish what only some have started, and exchange their steps.
 
     `gather(data, name)` starts to join the bytes of all ranks. The other arguments are those of `start_missing`, the
-    name of the meeting, the step of this rank, and the number of ranks.
+    name of the handshake, the step of this rank, and the number of ranks.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Dropping:
 
     def _all_waits(self) -> Generator[Handle, Array, list[int]]:
         """Yield the collectives to wait for, one after another."""
-        received = yield self._gather(packed(self._started.calls()), self._name)
-        waiting = self._started.start_missing(unpacked(bytes(received.tolist()), self._size), self._start)
+        received = yield self._gather(pack(self._started.calls()), self._name)
+        waiting = self._started.start_missing(unpack(bytes(received.tolist()), self._size), self._start)
         while waiting:
             yield waiting.pop()
         # Ranks that have given up meanwhile come back for this: what they had started is complete without them.
-        received = yield self._gather(packed(self._step), f"{self._name}/step")
-        return unpacked(bytes(received.tolist()), self._size)
+        received = yield self._gather(pack(self._step), f"{self._name}/step")
+        return unpack(bytes(received.tolist()), self._size)

@@ -51,7 +51,7 @@ def wait_until(
         pause(waited)
 
 
-def explained(plan: Plan, step: int, name: str, module: str | None = None) -> str:
+def explain(plan: Plan, step: int, name: str, module: str | None = None) -> str:
     """Return what a collective of a plan, or of the plan of a module, carries, in words."""
     bucket = bucket_of(plan, name)
     if bucket is None:

@@ -11,7 +11,7 @@ from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
-from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
+from grace.core.methods.memory import Compensated, Memory, check_clipping, clip
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
@@ -85,7 +85,7 @@ class DGCMemory(Memory):
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        ops, grad = at.ops, clipped(grad, self.gradient_clipping, at, at.norm)
+        ops, grad = at.ops, clip(grad, self.gradient_clipping, at, at.norm)
         momentum, x, finite = momentum_sum(ops, state["momentum"], self.momentum, grad, state["residual"], at.out)
         return Compensated(x, {"momentum": momentum}, finite)
 

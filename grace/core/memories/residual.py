@@ -10,7 +10,7 @@ from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
-from grace.core.methods.memory import Compensated, Memory, check_clipping, clipped
+from grace.core.methods.memory import Compensated, Memory, check_clipping, clip
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -62,11 +62,11 @@ class Residual(Memory):
         """Return e, beta, g, gamma of the sum to compress; None if the learning rate changes e."""
         if self.lr_correction:
             return None
-        return state["residual"], self.beta, clipped(grad, self.gradient_clipping, at), self.gamma
+        return state["residual"], self.beta, clip(grad, self.gradient_clipping, at), self.gamma
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops, dtype, rest = at.ops, at.spec.work_dtype, {}
-        residual, grad = state["residual"], clipped(grad, self.gradient_clipping, at)
+        residual, grad = state["residual"], clip(grad, self.gradient_clipping, at)
         if self.lr_correction:
             lr = ops.full(1, at.lr, "float64")
             # A learning rate of zero applies nothing, and the first step has no earlier rate to correct for.

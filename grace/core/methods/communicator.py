@@ -57,7 +57,7 @@ class Communicator:
     #: Payloads may differ in length between ranks, so that fields may travel coded.
     any_length: ClassVar[bool] = False
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
-    brought_as: ClassVar[str] = ""
+    external_name: ClassVar[str] = ""
 
     def obstacle(self, compressor: Compressor) -> str | None:
         """Return the reason why it cannot carry the compressor's payloads; None if it can (default: it can)."""

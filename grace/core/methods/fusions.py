@@ -84,7 +84,7 @@ class Fused(NamedTuple):
     overwritten: tuple[str, ...]
 
 
-def fused(compressor: object, memory: object) -> Fused:
+def find_fusions(compressor: object, memory: object) -> Fused:
     """Return the fusions of a compressor and a memory."""
     return Fused(
         compress_checked.find(compressor),

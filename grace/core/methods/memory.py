@@ -140,7 +140,7 @@ def check_clipping(name: str, bound: float | None) -> None:
         raise ConfigError(f"memory {name}: gradient_clipping must be a positive norm or null, received {bound!r}.")
 
 
-def clipped(grad: Array, bound: float | None, at: Site, norm: Array | None = None) -> Array:
+def clip(grad: Array, bound: float | None, at: Site, norm: Array | None = None) -> Array:
     """Return the gradient with its norm limited to bound / sqrt(number of ranks), before it joins the state.
 
     `norm` is that of all gradients with this bound; without it, each is limited by its own.

@@ -10,11 +10,11 @@ from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
-def warn(texts: Iterable[str], told: set[str]) -> None:
-    """Log the warnings that are not among those `told`, and add them to these."""
+def warn(texts: Iterable[str], warned: set[str]) -> None:
+    """Log the warnings that are not among those `warned`, and add them to these."""
     for text in texts:
-        if text not in told:
-            told.add(text)
+        if text not in warned:
+            warned.add(text)
             logger().warning("%s", text)
 
 

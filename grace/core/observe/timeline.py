@@ -64,7 +64,7 @@ class Times:
         """
         self._timeline = Timeline.at(path, rank, size)
 
-    def start_as_told(self, rank: int, size: int) -> None:
+    def start_from_environment(self, rank: int, size: int) -> None:
         """Start the timeline that GRACE_TIMELINE names, unless it is unset or a timeline was started already."""
         path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
         if path and self._timeline is None:
@@ -169,13 +169,13 @@ class Timeline:
                 events += self._new_row(bucket)
             row, names = self._rows[bucket.name], tensors_of(bucket)
             some = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}, {len(names)} in all"
-            told = {"step": step, "bytes": int(sent(bucket.name) or 0), "tensors": some}
+            details = {"step": step, "bytes": int(sent(bucket.name) or 0), "tensors": some}
             for phase, span in phases[bucket.name].items():
                 if span is not None:
                     begin, end = (round(moment * 1e6) for moment in span)
                     tid = row + _GRADIENTS if phase == "ready" else row
                     place = {"ts": begin, "dur": end - begin, "pid": self._rank, "tid": tid}
-                    events.append({"name": phase, "cat": "grace", "ph": "X", **place, "args": told})
+                    events.append({"name": phase, "cat": "grace", "ph": "X", **place, "args": details})
         if events and not self._ended:
             self._write(events)
 

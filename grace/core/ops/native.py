@@ -74,7 +74,7 @@ MOST_THIN = 16
 REBUILD = "To build the kernels, run in the source folder of grace: pip install --no-build-isolation --no-deps ."
 
 
-def described() -> str:
+def describe() -> str:
     """Return the text of `grace doctor` on the module for NumPy and PyTorch: which kernels are in use, or why none are.
 
     Raises ConfigError for an invalid environment variable.

@@ -175,7 +175,7 @@ class Plan:
                     "x".join(map(str, spec.shape)) or "scalar",
                     compressors.name_of(item.compressor),
                     memories.name_of(item.memory),
-                    item.communicator.brought_as or communicators.name_of(item.communicator),
+                    item.communicator.external_name or communicators.name_of(item.communicator),
                     f"{spec.nbytes:,}",
                     f"by data ({coded})" if coded else "by data" if wire is None else f"{wire:,}",
                     item.reason,
@@ -272,7 +272,7 @@ def make_plan(
     for item in exchanged:
         module = modules.of[item.spec.name] if modules else ""
         # What is not summed on the way may share a buffer with dense tensors.
-        brought = bool(item.communicator.brought_as)
+        brought = bool(item.communicator.external_name)
         kind = item.communicator, item.spec.device, item.dense and not brought, module
         group = groups.setdefault(kind, [])
         # A piece of a tensor may belong to few of the ranks that own parts of it.
@@ -292,15 +292,15 @@ def make_plan(
     buckets = []
     for index, bucket in enumerate(members):
         communicator = bucket[0].communicator
-        alike = bucket[0].dense and not communicator.brought_as
+        alike = bucket[0].dense and not communicator.external_name
         units = fuse(bucket) if config.granularity != "layer" or alike else bucket
         units = list(communicator.divide(units, ranks))
         route = communicator.route(units, ranks, config.checksum)
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), route))
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
     made = [unit for bucket in buckets for unit in bucket.units]
-    told = (*_warnings(items, config), *_lost_means(made), *_swollen(made))
-    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), told)
+    warnings = (*_warnings(items, config), *_lost_means(made), *_swollen(made))
+    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), warnings)
 
 
 def _check_units(names: Iterable[str]) -> None:
@@ -334,7 +334,7 @@ def _is_full(filled: int, unit: Unit, config: Config) -> bool:
     if config.granularity == "model":
         # int32 indices reach this far.
         return size >= 2**31
-    if unit.communicator.brought_as:
+    if unit.communicator.external_name:
         # Few collectives matter more where nothing else travels while the framework waits for them.
         return filled >= config.bucket_bytes
     return size > config.bucket_bytes

@@ -14,7 +14,7 @@ from grace.core.config.config import Method, dense_method
 from grace.core.methods.capabilities import Learning, Thinning, Tuning, proposed_fields
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
-from grace.core.methods.fusions import Fused, fused
+from grace.core.methods.fusions import Fused, find_fusions
 from grace.core.methods.memory import Memory
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
 from grace.core.wire.codings import PLAIN
@@ -113,7 +113,7 @@ class Assignment:
         """True if the gradient is summed as it is, without memory."""
         method, dense = self.method, dense_method()
         alike = (method.compressor, method.memory, method.coding) == (dense.compressor, dense.memory, dense.coding)
-        return alike and (bool(self.communicator.brought_as) or self.communicator == dense.communicator)
+        return alike and (bool(self.communicator.external_name) or self.communicator == dense.communicator)
 
     @property
     def flat(self) -> bool:
@@ -133,7 +133,7 @@ class Assignment:
     @cached_property
     def fused(self) -> Fused:
         """The fusions of its compressor and memory that serve it."""
-        found = fused(self.compressor, self.memory)
+        found = find_fusions(self.compressor, self.memory)
         if self.proposed:
             found = found._replace(compress_checked=None, compress_sum=None)
         # A memory needs to know of NaN earlier.
@@ -160,7 +160,7 @@ class Assignment:
         return payload_bytes(self.fields)
 
     @cached_property
-    def at_home(self) -> tuple[str, ...]:
+    def local_fields(self) -> tuple[str, ...]:
         """Fields that do not travel."""
         return tuple(f.name for f in self.fields if not f.wire)
 
@@ -295,7 +295,7 @@ def shards(unit: Unit, count: int) -> list[Unit]:
     ]
 
 
-def scattered(unit: Unit, chunks: Mapping[str, int], ranks: int) -> list[Unit]:
+def scatter(unit: Unit, chunks: Mapping[str, int], ranks: int) -> list[Unit]:
     """Return a unit as one unit per rank, which merges it: its part of each tensor has `chunks[tensor]` elements.
 
     The last parts of a tensor may be shorter, or missing.

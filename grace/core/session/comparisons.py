@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from grace.core.guards.agreement import agree
 from grace.core.guards.replicas import SUMMARY_BYTES, WEIGHTS, check_digests, check_equal, is_due, summary
 from grace.core.session.exchange import Exchange
-from grace.core.transport.transport import Handle, MeetingTransport
+from grace.core.transport.transport import Handle, HandshakeTransport
 
 
 class Comparisons:
@@ -20,14 +20,14 @@ class Comparisons:
     def __init__(
         self,
         exchange: Exchange,
-        transport: MeetingTransport,
+        transport: HandshakeTransport,
         gather: Callable[[bytes, str], Handle],
         advice: str,
     ) -> None:
         self._exchange, self._transport, self._gather, self._advice = exchange, transport, gather, advice
-        self.start_anew("the first step")
+        self.restart("the first step")
 
-    def start_anew(self, first: str) -> None:
+    def restart(self, first: str) -> None:
         """Forget what is under way, and compare the ranks before the next step, which is called `first`."""
         # None when the ranks have compared themselves before it.
         self._first: str | None = first
@@ -58,7 +58,7 @@ class Comparisons:
         """Wait for what `start` has started. Raises MismatchError on every rank if the ranks differ."""
         under_way, self._under_way = self._under_way, []
         for handle, what, in_detail in under_way:
-            with self._transport.meeting_for(what):
+            with self._transport.handshake_for(what):
                 received = bytes(handle.wait().tolist())
             if received != received[:SUMMARY_BYTES] * self._exchange.size:
                 in_detail()

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 from grace.core.config.config import Config, change_config
 from grace.core.config.recommended import Optimizer, warn_of_pairs
 from grace.core.errors import ConfigError, GraceWarning, IncompatibleError, StateError
-from grace.core.guards.agreement import Meeting, formats
+from grace.core.guards.agreement import Handshake, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.announcement import announce, warn
 from grace.core.observe.statistics import scalars
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
-from grace.core.session.start import described
+from grace.core.session.start import describe
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.state.checkpoint import saved_carrying
 from grace.core.state.merge import in_rank_order
@@ -62,7 +62,7 @@ class Exchange(ABC):
         #: The optimizers that apply the merged gradients, as far as they are known.
         self.optimizers: list[Optimizer] = []
         # The warnings of plans that were logged.
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
 
@@ -124,12 +124,12 @@ class Exchange(ABC):
 
     def described(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        return described(self.config, self._specs, [self.plan], self._ops)
+        return describe(self.config, self._specs, [self.plan], self._ops)
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Tell the user on rank 0 what is sent from now on; see `grace.core.observe.announcement`."""
         if self._speaks:
-            warn((text for _, plan in stages for text in plan.warnings), self.told)
+            warn((text for _, plan in stages for text in plan.warnings), self.warned)
             announce(stages, self.size, f"{self.called}.report()", step)
 
     # --- what users call --------------------------------------------------------------------------------------------
@@ -168,17 +168,17 @@ class Exchange(ABC):
         configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ.
         """
         plan, where = None, f"{self.called}.change"
-        with Meeting(lambda mine: self._gather([mine], "change", f"{where}()"), where) as meeting:
+        with Handshake(lambda mine: self._gather([mine], "change", f"{where}()"), where) as handshake:
             for run in self.runs:
                 run.check_idle("change")
             config = change_config(self.config, changes)
             if self._speaks:
                 for optimizer in self.optimizers:
                     warn_of_pairs(config, optimizer, self.config)
-            meeting.mine["configuration"] = config.to_dict()
+            handshake.local["configuration"] = config.to_dict()
             if self.runs:
                 plan = self._plan_of(config)
-                meeting.mine.update({"step": int(self.run.step), "formats": formats([plan], self._ops)})
+                handshake.local.update({"step": int(self.run.step), "formats": formats([plan], self._ops)})
         if plan is not None:
             for run in self.runs:
                 run.change(plan)
@@ -237,15 +237,15 @@ class Exchange(ABC):
 
         A list with the states of all ranks, in any order, may come from another number of ranks: then they are merged,
         and what all ranks together hold back is kept. The result is False, with a warning if something else starts
-        anew. For one state, the result says whether the same rank of as many ranks has saved it. If not, warns and
+        again. For one state, the result says whether the same rank of as many ranks has saved it. If not, warns and
         starts with residuals of zero; what is equal on all ranks is loaded. Raises StepError during a step, and
         StateError if a state belongs to other tensors, methods, shapes or dtypes, or is damaged, or if a rank's state
         is missing; then nothing was loaded.
         """
         self.run.check_idle("load_state_dict")
-        exact, told = self._load(self.run, self.rank, state)
-        if told:
-            self._warn(told)
+        exact, notice = self._load(self.run, self.rank, state)
+        if notice:
+            self._warn(notice)
         return exact
 
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:

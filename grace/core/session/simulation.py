@@ -80,7 +80,7 @@ class _Simulated(Handle):
         return self.result(self.network.take(self.name))
 
 
-def reduced(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
+def reduce(ops: ArrayOps, arrays: Sequence[Array], op: str) -> Array:
     """Return the result of an allreduce of one array per rank."""
     total = arrays[0]
     for other in arrays[1:]:
@@ -104,7 +104,7 @@ class SimulatedTransport(Transport):
                 return self._ops.concat([row[self.rank] for row in rows])
             given = [x for (x,) in rows]
             if kind == "allreduce":
-                return reduced(self._ops, given, collective.op)
+                return reduce(self._ops, given, collective.op)
             return given[collective.root] if kind == "broadcast" else self._ops.concat(given)
 
         self._network.put(name, self.rank, buffers)
@@ -288,14 +288,14 @@ class Simulation(Exchange):
             for run, states in zip(self.runs, before, strict=True):
                 run.discard(states)
             raise
-        told = next((text for _, text in loaded if text), "")
-        if told:
-            self._warn(told)
+        notice = next((text for _, text in loaded if text), "")
+        if notice:
+            self._warn(notice)
         return all(exact for exact, _ in loaded)
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Log the warnings of the plans; a simulation sends nothing that a user should know of."""
-        warn((text for _, plan in stages for text in plan.warnings), self.told)
+        warn((text for _, plan in stages for text in plan.warnings), self.warned)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return list(mine)

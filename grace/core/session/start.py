@@ -9,14 +9,14 @@ from typing import Any
 
 from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.errors import ConfigError
-from grace.core.guards.agreement import Meeting, formats
+from grace.core.guards.agreement import Handshake, formats
 from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
-from grace.core.transport.transport import TIMEOUT, MeetingTransport
+from grace.core.transport.transport import TIMEOUT, HandshakeTransport
 
 #: Arguments of other libraries that no adapter supports, with the reasons.
 REFUSED = {
@@ -33,7 +33,7 @@ _started: collections.Counter[str] = collections.Counter()
 class Request:
     """The configuration that this rank asks for, or an error in its place.
 
-    The other ranks must learn of the error when they meet. For that, they need a transport with a time limit.
+    The other ranks must learn of the error in the handshake. For that, they need a transport with a time limit.
     `function` has the arguments `config` and `options`; `where` is its public name.
     """
 
@@ -65,13 +65,13 @@ class Request:
         raise self._made
 
 
-class Session(Meeting):
+class Session(Handshake):
     """The start of an exchange, in the context in which the ranks compare it; see `open_session`."""
 
     def __init__(
         self,
         request: Request,
-        transport: MeetingTransport,
+        transport: HandshakeTransport,
         gather: Callable[[Any], list[Any]],
         prefix: str,
         number: int,
@@ -110,7 +110,7 @@ class Session(Meeting):
         """
         config, transport = self.config, self.transport
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
-        self.mine.update(described(config, specs, [plan for _, plan in plans], ops))
+        self.local.update(describe(config, specs, [plan for _, plan in plans], ops))
         run = Run(
             plans,
             ops,
@@ -122,7 +122,7 @@ class Session(Meeting):
             times=modules and ModuleTimes(),
         )
         if transport.rank >= 0:
-            run.times.start_as_told(*self.world)
+            run.times.start_from_environment(*self.world)
         self.arguments = {
             "config": config,
             "specs": specs,
@@ -139,7 +139,7 @@ class Session(Meeting):
 
 def open_session(
     request: Request,
-    transport: MeetingTransport,
+    transport: HandshakeTransport,
     *,
     world: tuple[int, int],
     group: str = "grace",
@@ -162,7 +162,7 @@ def open_session(
     return Session(request, transport, gather, prefix, number, world)
 
 
-def described(
+def describe(
     config: Config, specs: Sequence[TensorSpec], plans: Sequence[Plan], ops: Callable[[str], ArrayOps]
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks in every adapter: configuration, tensors and formats."""

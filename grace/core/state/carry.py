@@ -41,7 +41,7 @@ def carry(
             new[name] = _continue(old, unit, states[name], fresh(unit), ops, factor) if old and again else fresh(unit)
     for name, unit in after.stateful.items():
         if unit.memory.at_owner is not None and not _keeps_owner(before, unit):
-            # The ranks follow a mean that their owner no longer has: all start anew, except for the residual.
+            # The ranks follow a mean that their owner no longer has: all restart, except for the residual.
             start, kept = fresh(unit)["memory"], new[name]["memory"]
             memory = {key: kept[key] if key == "residual" else value for key, value in start.items()}
             new[name] = {**new[name], "memory": memory}

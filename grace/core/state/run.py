@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from grace.core.errors import StateError, StepError
-from grace.core.guards.waiting import bucket_of, explained
+from grace.core.guards.waiting import bucket_of, explain
 from grace.core.observe.statistics import Notes, statistics
 from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
@@ -314,8 +314,8 @@ class Run:
     def _explain(self, name: str) -> str:
         for module, now in self._states.items():
             if self._modules is not None and bucket_of(now.plan, name) is not None:
-                return explained(now.plan, now.step, name, module)
-        return explained(self.plan, self.step, name)
+                return explain(now.plan, now.step, name, module)
+        return explain(self.plan, self.step, name)
 
     # --- statistics ---------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Incoming:
         for unit, _, piece in places:
             ops = self._ops(unit.spec.device)
             if not whole:
-                x = _joined(ops, gradient, starts, piece)
+                x = _join(ops, gradient, starts, piece)
             elif len(places) > 1:
                 x = ops.reshape(gradient[0], (-1,))[piece.start : piece.stop]
             else:
@@ -52,7 +52,7 @@ class Incoming:
         return complete
 
 
-def _joined(ops: ArrayOps, parts: Sequence[Array], starts: Sequence[int], piece: Piece) -> Array:
+def _join(ops: ArrayOps, parts: Sequence[Array], starts: Sequence[int], piece: Piece) -> Array:
     """Return a piece of a tensor that comes in parts, which begin at `starts`; a view if it lies in one part."""
     found = []
     for i in range(bisect.bisect_right(starts, piece.start) - 1, len(parts)):

@@ -253,7 +253,7 @@ class UnitStep:
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
         averages = self.unit.compressor.averages and len(payloads) > 1
-        gradient, factor = _merged_times(
+        gradient, factor = _merge_times(
             self.unit, self._whole(payloads), 1 / len(payloads) if averages else 1.0, self.site
         )
         return gradient if factor == 1 else self.site.ops.scale_(gradient, factor)
@@ -289,20 +289,20 @@ class UnitStep:
 
     def _whole(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
         """Return payloads of all ranks with the fields that do not travel, because they are equal on all ranks."""
-        home = {name: self.payload[name] for name in self.unit.at_home}
+        home = {name: self.payload[name] for name in self.unit.local_fields}
         return [{**payload, **home} for payload in payloads] if home else payloads
 
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
         unit, memory, ops = self.unit, self.memory, self.site.ops
         if unit.fused.merge_finish is not None:
-            payloads, factor = _scaled(unit, payloads, factor, there)
+            payloads, factor = _scale(unit, payloads, factor, there)
             made = (
                 unit.fused.merge_finish(unit.compressor, unit.memory, payloads, memory, there) if factor == 1 else None
             )
             if made is not None:
                 return made[0], 1.0, made[1]
-        gradient, factor = _merged_times(unit, payloads, factor, there)
+        gradient, factor = _merge_times(unit, payloads, factor, there)
         if unit.memory.finishes:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
             gradient, memory = unit.memory.finish(mean, memory, self.site)
@@ -314,7 +314,7 @@ class UnitStep:
     ) -> Concluded:
         """Do the same with the one payload in which an owner has sent the mean on."""
         unit, ops, there = self.unit, self.site.ops, bringing.site._replace(out=out)
-        gradient, factor = _merged_times(bringing.unit, payloads, unit.memory.gain, there)
+        gradient, factor = _merge_times(bringing.unit, payloads, unit.memory.gain, there)
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
         back = 1.0 if self._average or not averages else float(self.site.size)
         memory = self.memory
@@ -402,9 +402,9 @@ class UnitStep:
             )
 
 
-def _merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
+def _merge_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
     """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
-    payloads, factor = _scaled(unit, payloads, factor, at)
+    payloads, factor = _scale(unit, payloads, factor, at)
     if factor != 1 and unit.fused.merge_scaled is not None:
         merged = unit.fused.merge_scaled(unit.compressor, payloads, factor, at)
         if merged is not None:
@@ -412,7 +412,7 @@ def _merged_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Si
     return unit.compressor.merge(payloads, at), factor
 
 
-def _scaled(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Sequence[Payload], float]:
+def _scale(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Sequence[Payload], float]:
     """Multiply payloads by the factor if that gives the same bits as afterwards; return them and the factor left."""
     fields = unit.compressor.linear_in
     # A power of two is exact, and the payload is small compared with the dense result, unless that is small itself.

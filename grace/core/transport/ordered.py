@@ -14,7 +14,7 @@ from grace.core.errors import MismatchError
 from grace.core.guards.waiting import wait_until
 from grace.core.spec import Array
 from grace.core.transport.collectives import Collective, Reduction
-from grace.core.transport.transport import Handle, MeetingTransport
+from grace.core.transport.transport import Handle, HandshakeTransport
 
 # Header of a collective: a length per rank, a digest of its description, and the beginning of the description.
 _DIGEST_BYTES, _TEXT_BYTES = 16, 104
@@ -59,7 +59,7 @@ def never_free(kept: Sequence[Any]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
-class OrderedTransport(MeetingTransport):
+class OrderedTransport(HandshakeTransport):
     """Base of transports whose ranks must start all collectives in the same order.
 
     Before each collective the ranks exchange headers that describe it; if they differ, every rank raises MismatchError

@@ -105,7 +105,7 @@ class Transport(ABC):
         return self.start(broadcast(x, root), name)
 
 
-class MeetingTransport(Transport):
+class HandshakeTransport(Transport):
     """Base of transports by which the ranks also exchange Python values, outside of steps."""
 
     @abstractmethod
@@ -115,16 +115,16 @@ class MeetingTransport(Transport):
     def gather_objects(self, value: Any, name: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order; of this rank alone if it is outside of them. Blocks.
 
-        `what` says why the ranks meet. Messages about a long wait contain it.
+        `what` says what the handshake is for. Messages about a long wait contain it.
         """
         if self.rank < 0:
             return [value]
-        with self.meeting_for(what):
+        with self.handshake_for(what):
             return gather_objects(value, self.size, lambda data: self.gather_bytes(data, name))
 
     @contextmanager
     def twice_the_limit(self) -> Iterator[None]:
-        """Wait for twice the `timeout`: another rank may learn only at its end that it waits in vain."""
+        """Wait for twice the `timeout`: another rank may learn only at its end that the call cannot complete."""
         self.timeout *= 2
         try:
             yield
@@ -132,8 +132,8 @@ class MeetingTransport(Transport):
             self.timeout /= 2
 
     @contextmanager
-    def meeting_for(self, what: str) -> Iterator[None]:
-        """Name the purpose of a meeting in messages about a long wait."""
+    def handshake_for(self, what: str) -> Iterator[None]:
+        """Name the purpose of a handshake in messages about a long wait."""
         explain, self.explain = self.explain, lambda name: f"{what} (collective '{name}')"
         try:
             yield
@@ -143,16 +143,16 @@ class MeetingTransport(Transport):
 
 def gather_objects(value: Any, size: int, gather: Callable[[bytes], bytes]) -> list[Any]:
     """Return the JSON-able values of all ranks, in rank order. `gather` joins the bytes of all ranks."""
-    return unpacked(gather(packed(value)), size)
+    return unpack(gather(pack(value)), size)
 
 
-def packed(value: Any) -> bytes:
-    """Return a JSON-able value as bytes, of which `unpacked` can tell the end."""
+def pack(value: Any) -> bytes:
+    """Return a JSON-able value as bytes, of which `unpack` can tell the end."""
     text = json.dumps(value).encode()
     return len(text).to_bytes(8, "little") + text
 
 
-def unpacked(received: bytes, size: int) -> list[Any]:
+def unpack(received: bytes, size: int) -> list[Any]:
     """Return the `size` values of which the joined bytes are the packed ones."""
     values, start = [], 0
     for _ in range(size):

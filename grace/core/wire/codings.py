@@ -203,13 +203,13 @@ def decode(ops: ArrayOps, field: Field, data: Array, size: Any, length: Any) -> 
     width = ITEMSIZE[field.dtype]
     raw = length * width
     shorter = number(ops, size) < number(ops, raw)
-    plain = ops.choose(shorter, lambda: _decoded(ops, field, data, raw), lambda: data)
+    plain = ops.choose(shorter, lambda: _decode(ops, field, data, raw), lambda: data)
     if width > 1:
         plain = ops.reshape(ops.transpose(ops.reshape(plain, (width, -1))), (-1,))
     return ops.from_bytes(plain, field.dtype)
 
 
-def _decoded(ops: ArrayOps, field: Field, data: Array, raw: Any) -> Array:
+def _decode(ops: ArrayOps, field: Field, data: Array, raw: Any) -> Array:
     if field.coding != SMALLEST:
         return CODECS[field.coding].decode(ops, data, field.bits, raw)
     codecs = list(CODECS.values())

@@ -47,7 +47,7 @@ def check_model(model: DistributedDataParallel, where: str) -> None:
             "optimizer after backward() instead"
         )
     elif model in _registered:
-        reason = "it is registered already; wrap the plain model anew to register it with another configuration"
+        reason = "it is registered already; wrap the plain model again to register it with another configuration"
     elif len(model._comm_hooks) > 1:
         reason = "it has several communication hooks; leave them out"
     elif model._use_python_reducer:
@@ -165,7 +165,7 @@ class GradientHook:
                 raise StepError(
                     f"parameter '{self._names[p]}' was {kind[0]} on {kind[1]} when the model was registered, and is "
                     f"{p.dtype} on {p.device} now. DistributedDataParallel passes no gradient of it any more, so the "
-                    "ranks would train apart. Convert or move the plain model, then wrap it anew and register it."
+                    "ranks would train apart. Convert or move the plain model, then wrap it again and register it."
                 )
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -285,7 +285,7 @@ class GradientHook:
         refuse_unfrozen(
             {name: p for name, p in self._parameters.items() if p not in self._passed},
             "the model was wrapped in DistributedDataParallel",
-            "Wrap the plain model anew after you unfreeze parameters, and register it.",
+            "Wrap the plain model again after you unfreeze parameters, and register it.",
         )
         self._exchange.comparisons.finish()
         used = self._start_comparing_used()

@@ -27,7 +27,7 @@ from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import agree, formats
 from grace.core.plan.plan import Modules, Plan
-from grace.core.session.start import Request, Session, described, open_session
+from grace.core.session.start import Request, Session, describe, open_session
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.checks import check_mapping
 from grace.core.state.run import Run
@@ -368,11 +368,11 @@ def register_sharded(
     process_group = mesh.replicate_process_group if replicated else mesh.shard_process_group
     library = (_Replicas if replicated else TorchDistributed)(process_group, request.timeout)
     transport = library.transport
-    # Ranks of different parts meet only here.
+    # Ranks of different parts compare only here.
     of_parts = TorchDistributed(mesh.shard_process_group, request.timeout).transport if replicated else None
 
     def gather(mine: Any) -> list[Any]:
-        # All models use the same name. So ranks with different numbers of models still meet.
+        # All models use the same name. So ranks with different numbers of models still compare.
         everyone = transport.gather_objects(mine, "grace/sharded/agree", f"{where}()")
         if of_parts is None:
             return everyone
@@ -399,11 +399,11 @@ def register_sharded(
         )
         _check_config(made, modules)
         run = session.begin(specs, OPS, average=True, delegate=lambda item: item.dense, modules=modules)
-        session.mine = {
+        session.local = {
             "model number": session.number,
             "grad_scaler": scaled,
             "modules": dict(modules.of),
-            **described(made, whole, [], OPS),
+            **describe(made, whole, [], OPS),
         }
     if of_parts is not None:
         of_parts.close()

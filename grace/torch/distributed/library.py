@@ -76,7 +76,7 @@ class TorchDistributed(Library):
             transport = ProcessGroupTransport(
                 self._process_group,
                 timeout=self.transport.timeout,
-                name=f"{self.transport.name}/dense/{self.transport.meetings}",
+                name=f"{self.transport.name}/dense/{self.transport.connections}",
                 store=self.transport.store,
                 what=explain(first),
             )

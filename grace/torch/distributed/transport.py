@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# There is no public way to the store at which the ranks have met.
+# There is no public way to the rendezvous store.
 from torch.distributed.distributed_c10d import _get_default_store
 
 from grace.core.errors import ConfigError, GraceError, StepError, WaitError
@@ -38,8 +38,8 @@ class ProcessGroupTransport(OrderedTransport):
     and data on the CPU travel by Gloo. Data on a GPU travel by NCCL if the group uses NCCL for GPUs. A rank that waits
     longer than `timeout` seconds raises WaitError, and so does one whose partner has ended. Data on the CPU start when
     their headers have arrived, even while the program computes. `name` must differ between transports, and be equal on
-    all ranks; without it, the transports of a group are numbered. `what` says why the ranks meet. They meet at `store`,
-    or else at that of torch.distributed. Raises ConfigError outside of the group.
+    all ranks; without it, the transports of a group are numbered. `what` says what the handshake is for. The rendezvous
+    is at `store`, or else at that of torch.distributed. Raises ConfigError outside of the group.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class ProcessGroupTransport(OrderedTransport):
         self.local_size = _local_size() if self.size == dist.get_world_size() else 0
         self.name = name or f"grace/{self.group}/{_transports[self.group]}"
         self._groups: dict[str, Any] = {}
-        #: How often the ranks have connected, or have tried to in vain; equal on all of them when they are connected.
-        self.meetings = 0
+        #: How often the ranks have connected, or have failed to; equal on all of them when they are connected.
+        self.connections = 0
         self._helper: Helper | None = None
         self.store = store
         if self.size > 1 and store is None:
@@ -127,20 +127,20 @@ class ProcessGroupTransport(OrderedTransport):
         """
 
         def arrive() -> Any:
-            place = dist.PrefixStore(f"{self.name}/{self.meetings}", self.store)
-            self.meetings += 1
+            place = dist.PrefixStore(f"{self.name}/{self.connections}", self.store)
+            self.connections += 1
             place.set(here[self.rank], "")
             return place
 
         def end(how: str) -> bool:
             # The first rank decides.
-            return bool(place.compare_set("end", "", how).decode() == "met")
+            return bool(place.compare_set("end", "", how).decode() == "connected")
 
-        def met() -> bool:
+        def connected() -> bool:
             nonlocal place
             if not place.check(["end"]):
-                return bool(place.check(here)) and end("met")
-            if end("met"):
+                return bool(place.check(here)) and end("connected")
+            if end("connected"):
                 return True
             place = arrive()
             return False
@@ -148,14 +148,14 @@ class ProcessGroupTransport(OrderedTransport):
         here = [f"rank {rank}" for rank in range(self.size)]
         place = arrive()
         try:
-            self._until(met, lambda: what)
+            self._until(connected, lambda: what)
         except WaitError:
             if not end("missed"):
                 raise
         return place
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
-        """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
+        """Join the bytes of all ranks; see `HandshakeTransport.gather_bytes`."""
         return bytes(start_gathering(self, data, name).wait().tolist())
 
     def discard(self) -> None:
@@ -284,7 +284,7 @@ class ProcessGroupTransport(OrderedTransport):
         if not isinstance(error, GraceError):
             reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
             error = WaitError(
-                f"rank {self.rank} of {self.size} waits in vain for {what()}: {reason}. Another rank has failed or "
+                f"rank {self.rank} of {self.size} cannot complete {what()}: {reason}. Another rank has failed or "
                 "ended: correct it there, or let all ranks make the same calls."
             )
         self._disconnect()

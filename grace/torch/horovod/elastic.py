@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import horovod.torch.elastic
 from horovod.torch.elastic.state import StateHandler
 
-from grace.core.guards.elastic import Crew, check_plan, refusal_of_local_steps
+from grace.core.guards.elastic import Membership, check_plan, refusal_of_local_steps
 from grace.torch.exchange import Exchange
 from grace.torch.horovod.library import Horovod
 
@@ -50,7 +50,7 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         if "grace_local" in optimizer.state_dict():
             raise refusal_of_local_steps(_WHERE)
         check_plan(self._exchange.plan, _WHERE)
-        self._crew = Crew()
+        self._membership = Membership()
         self._exchange.synchronized = True
         self.save()
 
@@ -73,12 +73,12 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         before, after = self._exchange.move()
         check_plan(self._exchange.plan, _WHERE)
         self.save()
-        self._crew.moved(before, after, self._exchange.rank)
+        self._membership.move(before, after, self._exchange.rank)
 
     def sync(self) -> None:
         exchange = self._exchange
         run, transport = exchange.run, exchange.transport
-        keeps = self._crew.meet(
+        keeps = self._membership.agree(
             exchange.described,
             lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"),
             _WHERE,

@@ -17,7 +17,7 @@ from grace.core.transport.collectives import Collective
 from grace.core.transport.transport import (
     Done,
     Handle,
-    MeetingTransport,
+    HandshakeTransport,
     known_local_size,
 )
 from grace.torch.tensors import start_gathering
@@ -85,7 +85,7 @@ class _Rows(Handle):
         )
 
 
-class HorovodTransport(MeetingTransport):
+class HorovodTransport(HandshakeTransport):
     """Named asynchronous collectives of Horovod within one process set. `rank` is -1 outside the set.
 
     Raises ConfigError for a process set that is not registered with Horovod.
@@ -101,14 +101,14 @@ class HorovodTransport(MeetingTransport):
         self.connect()
 
     def connect(self) -> None:
-        """Read rank and size from Horovod, which may have started anew with other ranks."""
+        """Read rank and size from Horovod, which may have restarted with other ranks."""
         process_set = self._process_set
         self.size = len(process_set.ranks)
         self.rank = process_set.rank() if process_set.included() else -1
         if process_set.process_set_id == 0:
             self.local_size = known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
         self.started = Started()
-        # The call of `discard` that is under way, and whether it has waited in vain.
+        # The call of `discard` that is under way, and whether it has timed out.
         self._dropping: Dropping | None = None
         self._missed = False
 
@@ -135,7 +135,7 @@ class HorovodTransport(MeetingTransport):
         """Return the waiter of a collective that is to be started."""
         if self._missed:
             raise StepError(
-                f"{self.explain(name)} cannot start, because discard() has waited in vain for other ranks. Call "
+                f"{self.explain(name)} cannot start, because discard() has timed out waiting for other ranks. Call "
                 "discard() on all ranks first, or end the run."
             )
 
@@ -169,15 +169,15 @@ class HorovodTransport(MeetingTransport):
         """Finish what only some ranks have started, on all ranks, and drop the results. Return the steps of all ranks.
 
         A rank starts with zeros what it lacks; `hand_over` does so for a delegated gradient. It waits for twice the
-        limit, because another rank may learn only at the end of its own limit that it waits in vain. After an error,
-        nothing else can be started, and the next call goes on where this one has stopped: Horovod cannot take back what
-        it has told the others.
+        limit, because another rank may learn only at the end of its own limit that the call cannot complete. After an
+        error, nothing else can be started, and the next call goes on where this one has stopped: Horovod cannot take
+        back what it has told the others.
         """
         start, gather = functools.partial(self._start_like, hand_over), functools.partial(start_gathering, self)
         dropping = self._dropping = self._dropping or Dropping(self.started, start, gather, name, step, self.size)
         self._missed = False
         try:
-            with self.twice_the_limit(), self.meeting_for("optimizer.grace.discard()"):
+            with self.twice_the_limit(), self.handshake_for("optimizer.grace.discard()"):
                 steps = dropping.wait()
         except WaitError:
             self._missed = True
@@ -198,7 +198,7 @@ class HorovodTransport(MeetingTransport):
         self.start(Collective(call["kind"], zeros, call["op"], call["root"], call["equal"]), name)
 
     def gather_bytes(self, data: bytes, name: str) -> bytes:
-        """Join the bytes of all ranks; see `MeetingTransport.gather_bytes`."""
+        """Join the bytes of all ranks; see `HandshakeTransport.gather_bytes`."""
         return bytes(start_gathering(self, data, name).wait().tolist())
 
 

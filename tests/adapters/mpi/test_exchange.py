@@ -312,7 +312,7 @@ for step in range(3):
     assert done.returncode != 0
     told = "has failed with ZeroDivisionError: division by zero" if ending == "raises" else "has ended"
     for rank in (0, 2):
-        assert f"WaitError: rank {rank} of 3 waits in vain for step 2, the gradient of 'w'" in done.stderr
+        assert f"WaitError: rank {rank} of 3 cannot complete step 2, the gradient of 'w'" in done.stderr
     # The first of them may have told the other of its own error.
     assert done.stderr.count(f"rank 1 {told}") >= 2
 

@@ -466,7 +466,7 @@ def discarded() -> dict[str, Any]:
             time.sleep(1.5 * skips)
         exchange.discard()
         results[label] = {"error": error, "equal": begun + run(exchange, range(2, 4)) == whole}
-    # Ranks that call it in vain, one after another, meet as soon as all call it.
+    # Ranks that time out in it, one after another, meet as soon as all call it.
     exchange, alone = make_exchange(spec, {**config, "timeout": 1}), []
     begun = run(exchange, range(2))
     for ranks in ((0, SIZE - 1), (SIZE - 1, SIZE - 1)) if SIZE > 1 else ():

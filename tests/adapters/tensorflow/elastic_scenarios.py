@@ -34,13 +34,13 @@ class Run:
                 optimizer = wrap(config, **more)
                 self.exchange = optimizer.grace
         self.model.compile(optimizer, "mse", jit_compile=False)
-        self.start_anew()
+        self.restart()
 
     def state(self) -> KerasState:
         exchanges = {"tapes": self.exchange} if self.way == "tape" else {}
         return KerasState(self.model, batch=0, **exchanges)
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """Make the function of a step, as the function does that Horovod runs."""
 
         def apply(gradients: Any) -> None:
@@ -104,7 +104,7 @@ def elastic(way: str) -> dict[str, Any]:
             state = run.state()
             for variable in run.exchange.run.of_this_rank:
                 variable.assign(tf.ones_like(variable))
-        run.start_anew()
+        run.restart()
         before = run.held()
         state.sync()
         results["own"] = bool((run.held() == before).all())
@@ -129,13 +129,13 @@ def elastic_change() -> dict[str, Any]:
     state.save()
     committed = run.contents()
     run.exchange.change(compress_ratio=0.5)
-    run.start_anew()
+    run.restart()
     run.train(1, start=2)
     state.restore()
     results = {"ratio": run.exchange.config.method.compressor.compress_ratio, "restored": run.contents() == committed}
     state.on_reset()
     state.sync()
-    run.start_anew()
+    run.restart()
     run.train(1, start=2)
     return {**results, "step": run.exchange.run.step, "weights": digest(run.model.weights)}
 

@@ -142,7 +142,7 @@ def spy() -> Iterator[Callable[[], dict[str, int]]]:
         def call(x: tf.Tensor, *positional: Any, **arguments: Any) -> Any:
             if kind != "broadcast" or [*positional, arguments.get("root_rank")][0] == hvd.rank():
                 name = arguments["name"]
-                # Comparisons of replicas are no part of a step, nor are meetings, which run on threads of their name.
+                # Comparisons of replicas are no part of a step, nor are handshakes, which run on threads of their name.
                 if ".replicas" in name or threading.current_thread().name == name:
                     return originals[kind](x, *positional, **arguments)
                 if name not in counters:

@@ -30,7 +30,7 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(way, launch):
         assert rank["committed"] == (0 if way == "fit" else 3)
         # By this word, Horovod takes an error of a collective for its own.
         assert "HorovodAllreduce" in rank["names"]
-        assert ("before elastic Horovod started anew" in rank["stale"]) == (way == "apply")
+        assert ("before elastic Horovod restarted" in rank["stale"]) == (way == "apply")
     assert ranks[0]["own"]
     assert ranks[0]["holds"]
     assert not ranks[1]["holds"]

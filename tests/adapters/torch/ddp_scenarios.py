@@ -88,7 +88,7 @@ class Late:
 
 
 def parallel(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return the model in DDP, with several buckets, the first of which has one tensor until DDP makes them anew."""
+    """Return the model in DDP, with several buckets, the first of which has one tensor until DDP makes them again."""
     return DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **options})
 
 
@@ -293,7 +293,7 @@ class Holder(torch.nn.Module):
 
     def __init__(self, **held: torch.nn.Module) -> None:
         super().__init__()
-        self.mine = torch.nn.Linear(2, 2)
+        self.local = torch.nn.Linear(2, 2)
         for name, module in held.items():
             self.add_module(name, module)
 
@@ -362,7 +362,7 @@ class Accumulator:
         self.handles.clear()
 
     def step(self, weights: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Apply the means to float32 weights, copy these to the model's, and begin anew."""
+        """Apply the means to float32 weights, copy these to the model's, and begin again."""
         size = dist.get_world_size() if self.op == dist.ReduceOp.SUM else 1
         with torch.no_grad():
             for p, x in weights.items():
@@ -722,7 +722,7 @@ def skipped_after_a_load(data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> b
 
 
 def unfrozen_by_ddp() -> dict[str, Any]:
-    """Freeze a parameter, and let it train at some time: the errors, and the weights after a way back."""
+    """Freeze a parameter, and let it train at some time: the errors, and the weights after a rollback."""
     results: dict[str, Any] = {}
     for label, config, early in (("topk", TOPK, False), ("none", NONE, False), ("before register", NONE, True)):
         model = make_net()

@@ -1,4 +1,4 @@
-"""Scenarios about steps that fail or are dropped, and the way back, run by each rank."""
+"""Scenarios about steps that fail or are dropped, and the rollback, run by each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, 
 
 # One collective per tensor, so that some are complete and others not begun when a step fails.
 LAYERS = {"granularity": "layer", "bucket_bytes": 0}
-# What a rank waits in vain, in seconds.
+# Time limit of a rank that waits, in seconds.
 SHORT = 2
 Attempt = Callable[[torch.nn.Module, Any], None]
 
@@ -125,7 +125,7 @@ def discarded() -> dict[str, Any]:
 
 
 def lone_discards() -> dict[str, Any]:
-    """Let single ranks call discard() in vain, one after another, until all call it, twice; then train on."""
+    """Let single ranks time out in discard(), one after another, until all call it, twice; then train on."""
     results: dict[str, Any] = {}
     for label, group in {"all": everyone(), **{str(group.ranks): group for group in GROUPS}}.items():
         if group.included:

@@ -141,7 +141,7 @@ def warned_of_scaler(model: Any, config: Any, data: Any, used: bool = True) -> l
 
 
 def backward_of_a_late_rank(loss: torch.Tensor) -> str:
-    """Run the backward pass on the last rank after all others have waited for it in vain; the error of this rank."""
+    """Run the backward pass on the last rank after all others have timed out waiting for it; the error of this rank."""
     late, tell = my_rank() == world_size() - 1, dist.new_group()
     if late:
         dist.barrier(tell)

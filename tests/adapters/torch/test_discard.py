@@ -1,4 +1,4 @@
-"""Steps that fail or are dropped, and the way back, in real processes."""
+"""Steps that fail or are dropped, and the rollback, in real processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_that_failed_is_refused_with_the_way_back(launch):
 
 
 @on(TWO, TORCHRUN, Launch(TORCH, "torchrun", 4), Launch(TORCH, "mpirun", 4))
-def test_ranks_meet_after_some_have_called_discard_in_vain(launch):
+def test_ranks_connect_after_some_have_timed_out_in_discard(launch):
     ranks = scenario("lone_discards", launch)
     for label in {label for rank in ranks for label in rank}:
         group = [rank[label] for rank in ranks if label in rank]

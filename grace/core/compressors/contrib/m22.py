@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from grace.core.codecs.centroids import both_signs, fitted
+from grace.core.codecs.centroids import both_signs, fit
 from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.topk import TopK, check_ratio
@@ -89,7 +89,7 @@ class _WeightedLevels(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, sizes, zero = at.ops, at.ops.abs(x), at.ops.zeros(1, at.spec.work_dtype)[0]
         count, width = 1 << (self.bits - 1), max(1, at.spec.numel)
-        magnitudes = fitted(ops, sizes, zero, ops.max(sizes), count, at.private_key, self.power, ends=False)
+        magnitudes = fit(ops, sizes, zero, ops.max(sizes), count, at.private_key, self.power, ends=False)
         one = ops.full(1, 1.0, at.spec.work_dtype)
         return {
             "magnitudes": magnitudes,

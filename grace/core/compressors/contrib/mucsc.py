@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from grace.core.codecs.centroids import both_signs, fitted
+from grace.core.codecs.centroids import both_signs, fit
 from grace.core.codecs.listed import levels_sum, round_packed
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
@@ -111,9 +111,9 @@ class MUCSC(Compressor, Selecting):
         if self.super_cluster:
             x, payload["indices"] = ops.sparsify(x, self._kept(at.spec.numel))
             sizes = ops.abs(x)
-            centroids = fitted(ops, sizes, *_ends(ops, sizes), 1 << (self.bits - 1), key, 0, ends=True)
+            centroids = fit(ops, sizes, *_ends(ops, sizes), 1 << (self.bits - 1), key, 0, ends=True)
         else:
-            centroids = fitted(ops, x, *_ends(ops, x), 1 << self.bits, key, 0, ends=True)
+            centroids = fit(ops, x, *_ends(ops, x), 1 << self.bits, key, 0, ends=True)
         levels = self._levels({"centroids": centroids}, at)
         codes = round_packed(ops, x, ops.full(1, 1.0, ops.dtype(x)), levels, max(1, ops.length(x)), key, at.out)
         return {"centroids": centroids, **payload, "codes": codes}
