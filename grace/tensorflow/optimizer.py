@@ -247,7 +247,7 @@ class OptimizerExchange(Exchange):
 
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
         # With local steps, the weights of a rank are its own between two exchanges.
-        return self._optimizer._met if self._optimizer._local_steps > 1 else super()._equal_variables()
+        return self._optimizer._last_exchanged if self._optimizer._local_steps > 1 else super()._equal_variables()
 
 
 class Distributed:
