@@ -137,7 +137,7 @@ requirements() {
         # TensorBoard has a release for each minor version of TensorFlow. NumPy is one that this TensorFlow accepts.
         local minor
         minor="$(cut -d. -f1,2 <<<"$tensorflow")"
-        edits+=(-e "s/^tensorboard==[^ ;]*/tensorboard==$minor.*/" -e "s/^numpy==[^ ;]*/numpy>=1.26/")
+        edits+=(-e "s/^tensorboard==[^ ;]*/tensorboard==$minor.*/" -e "s/^numpy==[^ ;]*/numpy>=2.0/")
     fi
     sed "${edits[@]}" scripts/requirements.txt | grep -E "$wanted"
 }
