@@ -15,6 +15,7 @@ import argparse
 import functools
 import logging
 import multiprocessing
+import os
 import sys
 from typing import Any
 
@@ -127,6 +128,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.file is None and args.compressors is None:
         parser.error("expected FILE, for a table in a file, or --compressors, for one of some methods, or both")
+    if args.file and args.compressors and not os.path.exists(args.file):
+        parser.error(f"expected a FILE with rows to renew, received {args.file}, which does not exist; leave out one")
     try:
         settings = settings_of(args)
     except grace.errors.GraceError as error:

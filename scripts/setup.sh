@@ -329,7 +329,7 @@ main() {
         install_packages
         fingerprint_of_packages "$parts" >"$installed"
     fi
-    say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import described; print(described())')"
+    say "kernels: $("$venv/bin/python" -c 'from grace.core.ops.native import describe; print(describe())')"
     fingerprint "$parts" >"$stamp"
     say "done: .venv is ready ($versions)"
 }

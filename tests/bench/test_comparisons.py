@@ -83,4 +83,4 @@ def test_wrong_numbers_are_refused(arguments):
 
 def test_errors_need_a_file_or_methods():
     assert "expected FILE, for a table" in run("errors.py", status=2)[1]
-    assert "expected FILE, for a table" in run("errors.py", "x.json", "--compressors", "qsgd", status=2)[1]
+    assert "expected a FILE with rows to renew" in run("errors.py", "x.json", "--compressors", "qsgd", status=2)[1]

@@ -51,7 +51,7 @@ def test_everything_works_without_the_kernels():
         "assert get_ops('numpy').sparsify(np.arange(9.0), 2)[1].tolist() == [7, 8]\n"
         "try: get_ops('numpy', native=True)\n"
         "except ConfigError as error: print(error)\n"
-        "print(native.described())"
+        "print(native.describe())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GRACE_NATIVE"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
