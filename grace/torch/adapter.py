@@ -216,7 +216,7 @@ class GradientAdapter(OptimizerAdapter):
         self.library_synchronize()
         self._clear()
         if alone:
-            # The library reduced all tensors and asked the engine for nothing. The schedule counts the step anyway.
+            # The library reduced all tensors and asked the run for nothing. The schedule counts the step anyway.
             self.run.finish()
 
     @contextmanager

@@ -137,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "grad_scaler": scaler is not None,
         }
-        # With local steps, the engine exchanges all tensors.
+        # With local steps, grace exchanges all tensors.
         delegate = library.reduces if local_steps == 1 else lambda item: False
         specs = [spec_of(names[p], p) for p in trained]
         run = session.begin(specs, OPS, average=average, delegate=delegate)

@@ -10,7 +10,7 @@ from grace.core.plan.plan import Plan
 
 
 class GradientViews:
-    """Flat storage for the gradients that the engine exchanges, in the order of its units.
+    """Flat storage for the gradients that a run exchanges, in the order of its units.
 
     `parameters` maps names to the model's parameters. Backward passes add to existing gradients, so call `clear` first.
     """

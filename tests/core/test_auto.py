@@ -9,7 +9,9 @@ import pytest
 
 import grace
 from grace.core.config.config import Method
-from grace.core.config.registry import communicators, memories
+from grace.core.config.registry import communicators, compressors, memories
+from grace.core.errors import ConfigError
+from grace.core.methods.communicator import Communicator
 from grace.core.plan.plan import make_plan
 from grace.core.spec import Ranks, TensorSpec
 from tests.support import registered
@@ -190,3 +192,9 @@ def test_absolute_methods_say_so(compressor):
         results.append(sim.step([{"w": x}])[0]["w"] / factor)
     scales = np.allclose(*results, rtol=1e-5, atol=1e-6)
     assert scales or compressor.absolute or not compressor.averages
+
+
+def test_a_communicator_without_a_route_is_refused_when_the_plan_is_made():
+    chosen = Method(compressors.make("topk"), memories.make("residual"), Communicator())
+    with pytest.raises(ConfigError, match=r"has no route: define route\(units, ranks, checksum\)"):
+        simulate(chosen, size=2)

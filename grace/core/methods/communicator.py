@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.spec import Ranks
@@ -86,9 +87,9 @@ class Communicator:
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         """Return the route of a bucket with these units; with `checksum`, every buffer that can have one has one.
 
-        One that always resolves to others has no route.
+        One that always resolves to others has none. Raises ConfigError if it is asked for one all the same.
         """
-        raise NotImplementedError(
+        raise ConfigError(
             f"communicator {self} has no route: define route(units, ranks, checksum), or let resolve(item, ranks) "
             "return a communicator that has one."
         )
