@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", GRACE_NUM_THREADS="1")
 
@@ -36,10 +36,9 @@ from grace.core.errors import IncompatibleError
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec
 from grace.listing import required
+from grace.report.tasks.factorization import SGD, Arrays, Factorization, Ratings
 
-Arrays = dict[str, npt.NDArray[np.float32]]
-
-RANKS, SEEDS, MOMENTUM = 4, (0, 1, 2), 0.9
+RANKS, SEEDS = 4, (0, 1, 2)
 # The learning rate of dense training is divided by one of these.
 SLOWER = (1, 4, 16, 64, 256)
 # Settings beside the defaults: more and fewer bits or elements.
@@ -58,43 +57,6 @@ COMMUNICATORS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Factorisation:
-    """Ratings of items by users, as products of 8 unknown factors each; a rank has users of its own."""
-
-    title, steps, batch, lr = "matrix factorisation", 150, 128, 1.5
-    users, items, ratings, rank = 400, 300, 20_000, 8
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        rng = np.random.default_rng(2000 + seed)
-        true = rng.standard_normal((self.users, 4)), rng.standard_normal((self.items, 4))
-        # Some users and items have many ratings, most have few.
-        self.user, self.item = (
-            rng.choice(n, self.ratings, p=rng.dirichlet(np.full(n, 0.5))) for n in (self.users, self.items)
-        )
-        noise = 0.3 * rng.standard_normal(self.ratings)
-        self.given = ((true[0] @ true[1].T / 2)[self.user, self.item] + noise).astype(np.float32)
-        self.parts = np.array_split(np.argsort(self.user, kind="stable"), RANKS)
-        self.weights: Arrays = {
-            name: (0.3 * rng.standard_normal((n, self.rank))).astype(np.float32)
-            for name, n in (("users", self.users), ("items", self.items))
-        }
-
-    def gradient(self, rank: int, step: int) -> Arrays:
-        chosen = np.random.default_rng((self.seed, rank, step)).choice(self.parts[rank], self.batch)
-        u, i = self.user[chosen], self.item[chosen]
-        x, y = self.weights["users"][u], self.weights["items"][i]
-        error = ((x * y).sum(1) - self.given[chosen])[:, None] * np.float32(2 / self.batch)
-        found = {name: np.zeros_like(w) for name, w in self.weights.items()}
-        np.add.at(found["users"], u, error * y)
-        np.add.at(found["items"], i, error * x)
-        return found
-
-    def loss(self) -> float:
-        x, y = self.weights["users"][self.user], self.weights["items"][self.item]
-        return float((((x * y).sum(1) - self.given) ** 2).mean())
-
-
 @cache
 def library() -> npt.NDArray[np.int64]:
     """Return the text of some large modules of Python's library, as numbers of its 63 most frequent characters."""
@@ -109,20 +71,19 @@ def library() -> npt.NDArray[np.int64]:
     return numbers[text]
 
 
-class Characters:
+class Characters(SGD):
     """The next character from the eight before it, by a perceptron; a rank has modules of its own."""
 
-    title, steps, batch, lr = "character model", 250, 32, 0.1
     symbols, context, width, hidden = 64, 8, 12, 128
 
-    def __init__(self, seed: int) -> None:
-        self.seed, text = seed, library()
+    def __init__(self, seed: int, ranks: int, batch: int, lr: float, momentum: float) -> None:
+        self.seed, self.batch, text = seed, batch, library()
         rng = np.random.default_rng(3000 + seed)
         windows = np.lib.stride_tricks.sliding_window_view(text, self.context + 1)
         # Every 20th stretch of 500 characters is kept for the loss.
         kept = np.arange(len(windows)) // 500 % 20 == 0
         self.test = windows[kept][:: max(1, int(kept.sum()) // 4000)]
-        self.parts = np.array_split(np.flatnonzero(~kept), RANKS)
+        self.parts = np.array_split(np.flatnonzero(~kept), ranks)
         self.windows = windows
         inputs = self.context * self.width
         shapes = {
@@ -132,11 +93,12 @@ class Characters:
             "output": (self.hidden, self.symbols),
             "output bias": (self.symbols,),
         }
-        self.weights: Arrays = {
+        weights: Arrays = {
             name: (rng.standard_normal(shape) / math.sqrt(shape[0] if len(shape) == 2 else math.inf)).astype(np.float32)
             for name, shape in shapes.items()
         }
-        self.weights["embedding"] *= math.sqrt(self.symbols)
+        weights["embedding"] *= math.sqrt(self.symbols)
+        super().__init__(weights, lr, momentum)
 
     def _forward(self, windows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], ...]:
         w = self.weights
@@ -146,7 +108,7 @@ class Characters:
         z -= z.max(1, keepdims=True)
         return x, h, z - np.log(np.exp(z).sum(1, keepdims=True))
 
-    def gradient(self, rank: int, step: int) -> Arrays:
+    def gradients(self, rank: int, step: int) -> Arrays:
         chosen = self.windows[np.random.default_rng((self.seed, rank, step)).choice(self.parts[rank], self.batch)]
         w = self.weights
         x, h, logs = self._forward(chosen)
@@ -169,22 +131,31 @@ class Characters:
         return float(-logs[np.arange(len(logs)), self.test[:, -1]].mean())
 
 
-Task = type[Factorisation] | type[Characters]
-TASKS: dict[str, Task] = {"factorisation": Factorisation, "characters": Characters}
+class Setting(NamedTuple):
+    """A task: title, class, steps of a run, batch of a rank, and learning rate of dense training."""
+
+    title: str
+    training: type[Ratings] | type[Characters]
+    steps: int
+    batch: int
+    lr: float
 
 
-def train(task: Task, config: Mapping[str, Any], seed: int, slower: float = 1) -> float:
+MF = Factorization()
+TASKS = {
+    "factorisation": Setting("matrix factorisation", Ratings, MF.steps, MF.batch, MF.lr),
+    "characters": Setting("character model", Characters, 250, 32, 0.1),
+}
+
+
+def train(task: Setting, config: Mapping[str, Any], seed: int, slower: float = 1) -> float:
     """Return the mean loss over the last third of a run; infinity if it diverged."""
-    model = task(seed)
-    specs = {name: w.shape for name, w in model.weights.items()}
-    simulation = grace.Simulation(RANKS, specs, {"default_rules": False, "seed": seed, **config})
-    lr, late = np.float32(task.lr / slower), []
-    moved = {name: np.zeros_like(w) for name, w in model.weights.items()}
+    model = task.training(seed, RANKS, task.batch, task.lr / slower, MF.momentum)
+    simulation = grace.Simulation(RANKS, model.shapes, {"default_rules": False, "seed": seed, **config})
+    late = []
     for step in range(task.steps):
-        mean = simulation.step([model.gradient(rank, step) for rank in range(RANKS)], lr=float(lr))[0]
-        for name in model.weights:
-            moved[name] = np.float32(MOMENTUM) * moved[name] + mean[name]
-            model.weights[name] = model.weights[name] - lr * moved[name]
+        gradients = [model.gradients(rank, step) for rank in range(RANKS)]
+        model.apply(simulation.step(gradients, lr=model.rate(step))[0], step)
         if step >= task.steps * 2 // 3 and step % 10 == 9:
             late.append(model.loss())
             if not late[-1] < 1e3:

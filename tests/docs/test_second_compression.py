@@ -25,7 +25,7 @@ def benchmark():
 @cache
 def loss(benchmark, name, communicator="auto"):
     config = {"compressor": name, "communicator": communicator}
-    return benchmark.train(benchmark.Factorisation, config, seed=0)
+    return benchmark.train(benchmark.TASKS["factorisation"], config, seed=0)
 
 
 # By two_shot, topk ends at twice the loss of dense training.

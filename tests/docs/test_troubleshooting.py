@@ -38,12 +38,12 @@ def text_of(node: ast.AST) -> str:
 
 @cache
 def expressions() -> list[tuple[str, ast.expr]]:
-    """Return every expression of the package, but for benchmarks and contract tests, with its module."""
+    """Return every expression of the package, but for benchmarks, the study and contract tests, with its module."""
     names = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "grace").rglob("*.py"))]
     trees = {
         name: ast.parse((ROOT / name).read_text(encoding="utf-8"))
         for name in names
-        if not name.startswith(("grace/bench/", "grace/testing/"))
+        if not name.startswith(("grace/bench/", "grace/report/", "grace/testing/"))
     }
     return [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.expr)]
 

@@ -1,0 +1,100 @@
+"""A task of the study, and one run of it.
+
+All replicas have equal weights, so a run keeps one copy of them, and computes the gradients of the simulated ranks one
+after the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+from grace.core.config.recommended import Optimizer
+from grace.core.errors import ConfigError, nearest
+from grace.core.spec import Array
+
+T = TypeVar("T", bound="type[Task]")
+
+# The module of `grace.report.tasks` that registers a task. Names must be known before PyTorch is imported.
+MODULES = {"mf": "factorization"}
+
+tasks: dict[str, Task] = {}
+
+
+class Training(Protocol):
+    """A run of a task: weights, optimizer and data. It must be the same for the same arguments of `Task.start`."""
+
+    #: Kind of the arrays, as `grace.Simulation` names it: "numpy" or "torch".
+    framework: str
+    #: Shapes of the weights by name, in their order.
+    shapes: Mapping[str, tuple[int, ...]]
+    #: The optimizer as the recommendations see it.
+    optimizer: Optimizer
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        ...
+
+    def gradients(self, rank: int, step: int) -> Mapping[str, Array]:
+        """Return the gradients of a rank's own batch at the present weights; the weights stay as they are.
+
+        What dropout and the like draw depends on the seed, the rank and the step only.
+        """
+        ...
+
+    def apply(self, merged: Mapping[str, Array], step: int) -> None:
+        """Take one optimizer step with the merged gradients, clipping and learning-rate schedule included."""
+        ...
+
+    def loss(self) -> float:
+        """Return the mean loss over the validation data."""
+        ...
+
+    def quality(self) -> float:
+        """Return the metric of the task over the validation data."""
+        ...
+
+
+class Task(ABC):
+    """Something to train, with the settings that suit uncompressed gradients."""
+
+    name: str
+    title: str
+    #: "accuracy", "perplexity", "hit rate at 10", "intersection over union" or "loss".
+    metric: str
+    higher_is_better: bool
+    #: Optimizer steps of a run in the full study, and of one by `--quick`.
+    steps: int
+    quick_steps: int
+    #: Samples per rank and step.
+    batch: int
+    #: Learning rate, tuned for uncompressed gradients, and momentum: of SGD, or the first beta of Adam.
+    lr: float
+    momentum: float
+
+    @abstractmethod
+    def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Training:
+        """Return a run at its beginning.
+
+        `seed` gives the first weights and the order of the data, `steps` the length of a learning-rate schedule.
+        `momentum` is `self.momentum`, or 0 for a method whose memory has momentum of its own.
+        """
+
+
+def register(task: T) -> T:
+    """Enter a class of tasks in the registry, as a decorator."""
+    tasks[task.name] = task()
+    return task
+
+
+def find_task(name: str) -> Task:
+    """Return the task of a name, whose module is imported now.
+
+    Raises ConfigError if there is none, ModuleNotFoundError if it needs a package that is not installed.
+    """
+    if name not in MODULES:
+        raise ConfigError(f"--tasks: there is no task '{name}'.{nearest(name, MODULES)}")
+    importlib.import_module(f"grace.report.tasks.{MODULES[name]}")
+    return tasks[name]

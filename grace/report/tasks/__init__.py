@@ -1,0 +1,1 @@
+"""The tasks of the study, a module for each kind; `grace.report.task` imports the one that a task needs."""
