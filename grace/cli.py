@@ -21,6 +21,7 @@ from grace.core.config.config import ENVIRONMENT_VARIABLE
 from grace.core.errors import ConfigError, GraceError, meant
 from grace.doctor import LAUNCHERS, Doctor
 from grace.machine import FRAMEWORKS
+from grace.report.command import add_report
 
 SHELLS = ("bash", "zsh", "fish")
 # The status of a process that SIGPIPE ends.
@@ -109,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     benchmarks = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_codec(benchmarks)
     add_step(benchmarks)
+    add_report(commands)
 
     how = 'Print the script with which a shell completes arguments. In bash: eval "$(grace completion bash)"'
     completion = commands.add_parser("completion", help="print a script for the shell's completion", description=how)

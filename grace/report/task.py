@@ -73,6 +73,8 @@ class Task(ABC):
     #: Learning rate, tuned for uncompressed gradients, and momentum: of SGD, or the first beta of Adam.
     lr: float
     momentum: float
+    #: Seconds of one core for a run with `quick_steps` on 4 ranks, roughly: the first estimate of the time left.
+    seconds: float
 
     @abstractmethod
     def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Training:

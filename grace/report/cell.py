@@ -1,0 +1,219 @@
+"""A cell of the study: one task trained with one method, on one number of ranks, with one seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grace
+from grace.core.communicators.auto import communicators
+from grace.core.observe.log import logger
+from grace.core.plan.unit import Assignment
+from grace.core.spec import Ranks, TensorSpec
+from grace.report.methods import Method
+from grace.report.task import Task, Training, find_task
+
+# Losses of a run are measured at its start and this many times, the last time at its end.
+POINTS = 10
+# Where ranks vote, the learning rate of uncompressed training is multiplied by one of these. Short runs, of a fifth of
+# the steps, favour large ones. So whole runs compare the best of them with the next smaller one. All have seed 0.
+FACTORS = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024)
+SHORTER = 5
+# A loss this many times that of the first weights will not come back.
+DIVERGED = 1000.0
+# What a result has beside `cell` and `setting`, if there was no error.
+_KEYS = frozenset(
+    ("lr", "tried", "curve", "loss", "quality", "diverged", "bytes", "collectives", "dense_bytes")
+    + ("compute_seconds", "exchange_seconds", "seconds")
+)
+# For what `auto` takes, which the settings of a cell name.
+_EXAMPLE = TensorSpec("example", (256, 256))
+_NAME = re.compile(r"[^A-Za-z0-9]+")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task, a method, a number of ranks, a seed, and the number of optimizer steps."""
+
+    task: str
+    method: Method
+    ranks: int
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The names by which the cell differs from others of a study."""
+        return {"task": self.task, "method": self.method.label, "ranks": self.ranks, "seed": self.seed}
+
+    @property
+    def file(self) -> str:
+        """Name of the result file."""
+        label = self.method.label
+        name = _NAME.sub("_", label).strip("_")
+        if name != label:
+            # Two labels may differ only in what a name of a file cannot have.
+            name += f"-{hashlib.sha256(label.encode()).hexdigest()[:6]}"
+        return f"{self.task}-{name}-{self.ranks}-ranks-seed-{self.seed}.json"
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.method.label}, {self.ranks} ranks, seed {self.seed}"
+
+    def setting(self) -> dict[str, Any]:
+        """Return all that the result depends on. A file with another setting is not this cell's result.
+
+        The configuration is complete, and `communicator` is what `auto` takes for an example: both change with grace.
+        """
+        task, made = find_task(self.task), self.method.made
+        item = Assignment(_EXAMPLE, made.method)
+        return {
+            "config": json.loads(json.dumps({**made.to_dict(), "seed": self.seed})),
+            "communicator": communicators.name_of(made.method.communicator.resolve(item, Ranks(self.ranks))[0]),
+            "steps": self.steps,
+            "batch": task.batch,
+            "lr": task.lr,
+            "momentum": 0.0 if self.method.accelerates else task.momentum,
+            "factors": list(FACTORS) if self.method.votes else [],
+        }
+
+
+def train(cell: Cell) -> dict[str, Any]:
+    """Train the cell and return its result; equal cells give equal results, but for the times.
+
+    `curve` has pairs of a step and the validation loss. `loss` and `quality` are those of the end; they are None if
+    the run ended early because its loss was not finite or 1,000 times that of the first weights. `diverged` says that
+    it did so, or ended above the first loss. `bytes` are what a rank sends per step, on average, `collectives` the same
+    by kind, and `dense_bytes` those of the gradients. Times are of one core: `compute_seconds` of a rank's gradients,
+    with the optimizer step of a process, and `exchange_seconds` of what one rank does in the exchange, both medians of
+    the steps; `seconds` is the time of the whole cell. `tried` has pairs of a learning rate and the loss of its run.
+    """
+    began, task, setting = time.perf_counter(), find_task(cell.task), cell.setting()
+    tried = _tuned(task, cell) if cell.method.votes else {}
+    factor = _best(tried) if tried else 1.0
+    result = _run(task, cell, cell.seed, cell.steps, factor)
+    seconds = time.perf_counter() - began
+    return {
+        "cell": cell.key,
+        "setting": setting,
+        "lr": task.lr * factor,
+        "tried": [[task.lr * f, loss] for f, loss in tried.items()],
+        **result,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _tuned(task: Task, cell: Cell) -> dict[float, float | None]:
+    """Return the losses of whole runs with seed 0 by the factor of the learning rate; None if a run diverged."""
+    key = (cell.task, json.dumps(cell.method.config, sort_keys=True), cell.ranks, cell.steps)
+    if key not in _known:
+        short = {factor: _run(task, cell, 0, cell.steps // SHORTER, factor)["loss"] for factor in FACTORS}
+        first = FACTORS.index(_best(short))
+        _known[key] = {factor: _run(task, cell, 0, cell.steps, factor)["loss"] for factor in FACTORS[first : first + 2]}
+    return _known[key]
+
+
+# Cells that differ by their seeds share these runs, if one process trains them.
+_known: dict[tuple[str, str, int, int], dict[float, float | None]] = {}
+
+
+def _best(losses: Mapping[float, float | None]) -> float:
+    return min(losses, key=lambda factor: math.inf if (loss := losses[factor]) is None else loss)
+
+
+def _run(task: Task, cell: Cell, seed: int, steps: int, factor: float) -> dict[str, Any]:
+    momentum = 0.0 if cell.method.accelerates else task.momentum
+    with _quiet():
+        training = task.start(seed, cell.ranks, steps=steps, lr=task.lr * factor, momentum=momentum)
+        config = {**cell.method.config, "seed": seed}
+        simulation = grace.Simulation(cell.ranks, training.shapes, config, framework=training.framework)
+        return _trained(training, simulation, steps)
+
+
+def _trained(training: Training, simulation: grace.Simulation, steps: int) -> dict[str, Any]:
+    ranks, curve, sent, kinds, compute, exchange = simulation.size, [(0, training.loss())], [], [], [], []
+    dense = 0
+    points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
+    for step in range(steps):
+        started = time.perf_counter()
+        gradients = [training.gradients(rank, step) for rank in range(ranks)]
+        ready = time.perf_counter()
+        # All ranks receive the same bits, so one copy of the weights stands for all.
+        merged = simulation.step(gradients, lr=training.rate(step))[0]
+        done = time.perf_counter()
+        training.apply(merged, step)
+        exchange.append((done - ready) / ranks)
+        compute.append((ready - started) / ranks + time.perf_counter() - done)
+        # Bytes may depend on the data; over the run every rank counts.
+        stats = simulation.stats(step % ranks)
+        sent.append(stats["wire_bytes"])
+        kinds.append(stats["collectives"])
+        dense = stats["dense_bytes"]
+        if step + 1 in points:
+            curve.append((step + 1, training.loss()))
+            if not abs(curve[-1][1]) <= DIVERGED * abs(curve[0][1]):
+                break
+    first, last = curve[0][1], curve[-1][1]
+    ended = curve[-1][0] == steps and abs(last) <= DIVERGED * abs(first)
+    return {
+        "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
+        "loss": last if ended else None,
+        "quality": training.quality() if ended else None,
+        "diverged": not (ended and last <= first),
+        "bytes": statistics.fmean(sent),
+        "collectives": {kind: statistics.fmean(step[kind] for step in kinds) for kind in kinds[0]},
+        "dense_bytes": dense,
+        "compute_seconds": statistics.median(compute),
+        "exchange_seconds": statistics.median(exchange),
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence warnings of grace about its methods, which the study tries on purpose, and of runs that diverge."""
+    import logging
+
+    import numpy as np
+
+    before = logger().level
+    logger().setLevel(logging.ERROR)
+    try:
+        # A run that diverges overflows first.
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        logger().setLevel(before)
+
+
+def read(cell: Cell, folder: Path) -> dict[str, Any] | None:
+    """Return the result of a cell from its file, an error as well; None if it is damaged or has another setting.
+
+    Raises GraceError if the method does not fit the number of ranks.
+    """
+    setting = cell.setting()
+    try:
+        found = json.loads((folder / cell.file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("cell") != cell.key or found.get("setting") != setting:
+        return None
+    if "error" in found:
+        return found
+    # A file that another program has cut or changed.
+    return found if found.keys() >= _KEYS else None
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """Write a file at once: it has all of the text, or is not there."""
+    draft = path.with_suffix(f".{os.getpid()}.part")
+    draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)

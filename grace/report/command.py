@@ -1,0 +1,142 @@
+"""The command `grace report`: its arguments, their checks, and its outputs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grace.bench.command import INTERRUPTED, completed_by
+from grace.bench.progress import Progress
+from grace.core.errors import ConfigError
+from grace.report.task import MODULES
+
+if TYPE_CHECKING:
+    from grace.report.cell import Cell
+
+FOLDER, QUICK_FOLDER = Path("grace-report"), Path("grace-report-quick")
+
+
+def add_report(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "report",
+        help="train tasks with many methods on simulated ranks, and compare quality and bytes",
+        description="Train every task with every method, number of ranks and seed, on simulated ranks. Each run has a "
+        "result file of its own: start the command again, and it trains what is missing.",
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few methods and short runs: 15 minutes on two cores")
+    names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all)")
+    told = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; none always takes part"
+    methods = add("--methods", nargs="+", metavar="NAME", help=told)
+    add("--seeds", nargs="+", type=int, metavar="N", help="seeds of weights and data (default: as in the study)")
+    add("--ranks", nargs="+", type=int, metavar="N", help="numbers of simulated ranks (default: as in the study)")
+    add("--jobs", type=int, metavar="N", help="processes that train, each with one thread (default: one per core)")
+    folder = f"folder of the results (default: {FOLDER}, with --quick {QUICK_FOLDER})"
+    add("--output", type=Path, metavar="FOLDER", help=folder)
+    completed_by(names, lambda _: MODULES)
+    completed_by(methods, lambda _: _labels())
+    parser.set_defaults(run=run_report)
+
+
+def _labels() -> list[str]:
+    from grace.report.methods import methods
+
+    return list(methods())
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Train what is missing, print the tables and write all results. Return the exit status.
+
+    Raises GraceError for wrong arguments, before anything is trained.
+    """
+    for option, least in (("seeds", 0), ("ranks", 1), ("jobs", 1)):
+        given = getattr(args, option)
+        for value in given if isinstance(given, list) else [given] * (given is not None):
+            if value < least:
+                raise ConfigError(f"--{option}: expected at least {least}, received {value}.")
+    from grace.report.study import cells
+
+    wanted = cells(
+        dict.fromkeys(args.tasks or MODULES),
+        quick=args.quick,
+        methods=args.methods,
+        seeds=_once(args.seeds),
+        ranks=_once(args.ranks),
+    )
+    folder = args.output or (QUICK_FOLDER if args.quick else FOLDER)
+    jobs = args.jobs or len(os.sched_getaffinity(0))
+    try:
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
+        return _study(wanted, folder, jobs)
+    except OSError as error:
+        raise ConfigError(f"--output: '{error.filename}' cannot be written: {error.strerror}.") from None
+
+
+def _once(values: Sequence[int] | None) -> list[int] | None:
+    return None if values is None else list(dict.fromkeys(values))
+
+
+def _study(wanted: Sequence[Cell], folder: Path, jobs: int) -> int:
+    from grace.report.cell import read, write
+    from grace.report.runner import TimeLeft, provenance, run
+    from grace.report.table import printed, tables
+
+    results = {cell.file: found for cell in wanted if (found := read(cell, folder / "cells"))}
+    left = TimeLeft(jobs)
+    for cell in wanted:
+        if cell.file in results:
+            left.add(cell, results[cell.file])
+    # What raised an error may succeed now.
+    missing = [cell for cell in wanted if "error" in results.get(cell.file, {"error": ""})]
+    waiting = {cell.file: cell for cell in missing}
+    print(
+        f"{len(wanted)} cells, {len(wanted) - len(missing)} of them done; about "
+        f"{duration(left.seconds(missing))} left with {jobs} {'process' if jobs == 1 else 'processes'}",
+        flush=True,
+    )
+    with Progress(len(missing)) as progress:
+
+        def report(cell: Cell, found: Mapping[str, Any]) -> None:
+            results[cell.file] = dict(found)
+            left.add(cell, found)
+            del waiting[cell.file]
+            progress.update(1)
+            rest = duration(left.seconds(list(waiting.values())))
+            progress.say(f"about {rest} left")
+            outcome = (
+                found.get("error") or f"loss {found['loss'] if found['loss'] is None else round(found['loss'], 4)}"
+            )
+            number = len(wanted) - len(waiting)
+            progress.write(f"{number}/{len(wanted)} {cell}: {outcome}; about {rest} left")
+
+        try:
+            run(missing, folder / "cells", jobs, report)
+        except KeyboardInterrupt:
+            print(
+                f"grace report: interrupted with {len(waiting)} of {len(wanted)} cells left; the same command goes on",
+                file=sys.stderr,
+            )
+            return INTERRUPTED
+    found = [results[cell.file] for cell in wanted]
+    print(f"\n{printed(found)}", flush=True)
+    everything = {
+        **provenance(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "tables": [table.to_dict() for table in tables(found)],
+        "cells": found,
+    }
+    write(everything, folder / "results.json")
+    return int(any("error" in result for result in found))
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: seconds, minutes or hours."""
+    if seconds < 100:
+        return f"{round(seconds)} s"
+    return f"{round(seconds / 60)} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

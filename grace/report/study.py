@@ -1,0 +1,57 @@
+"""The cells of the study, and of the short one by `--quick`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from grace.report.cell import FACTORS, SHORTER, Cell
+from grace.report.methods import DENSE, SIXTEEN_BIT, chosen
+from grace.report.task import find_task
+
+SEEDS = (0, 1, 2)
+RANKS = (2, 4, 8)
+# Methods with other error feedback than by default run on this number of ranks only, and so does --quick.
+USUAL_RANKS = 4
+# Of tasks that take more seconds than this, --quick trains a few methods, and with more than one seed only without
+# compression: how much these runs differ is the noise that differences are compared with.
+SHORT = 3.0
+QUICK = (
+    DENSE, *SIXTEEN_BIT, "qsgd", "eden", "powersgd", "topk", "topk 10 %", "topk, no feedback", "terngrad", "efsignsgd",
+    "signsgd",
+)  # fmt: skip
+
+
+def cells(
+    task_names: Iterable[str],
+    *,
+    quick: bool,
+    methods: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> list[Cell]:
+    """Return the cells to train; of what is None, the study decides.
+
+    Uncompressed training comes first, and then one seed after the other, so that an interrupted study has something of
+    everything. Raises ConfigError for names that do not exist.
+    """
+    found = []
+    for name in task_names:
+        task = find_task(name)
+        few = quick and task.seconds > SHORT
+        for method in chosen(methods):
+            if few and methods is None and method.label not in QUICK:
+                continue
+            usual = ranks is None and (quick or bool(method.switched))
+            sizes = (USUAL_RANKS,) if usual else RANKS if ranks is None else ranks
+            one = few and seeds is None and method.label != DENSE
+            of_method = SEEDS[:1] if one else SEEDS if seeds is None else seeds
+            steps = task.quick_steps if quick else task.steps
+            found += [Cell(name, method, size, seed, steps) for size in sizes for seed in of_method]
+    return sorted(found, key=lambda cell: (cell.method.label != DENSE, cell.seed))
+
+
+def expected_seconds(cell: Cell) -> float:
+    """Return roughly the seconds of one core that a cell takes, from what its task says."""
+    task = find_task(cell.task)
+    runs = 1 + len(FACTORS) / SHORTER + 2 if cell.method.votes else 1
+    return task.seconds * cell.steps / task.quick_steps * cell.ranks / USUAL_RANKS * runs

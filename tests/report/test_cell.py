@@ -1,0 +1,190 @@
+"""A cell of the study: its run, what it changes of a task's settings, and its file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grace.core.config.registry import compressors, memories
+from grace.report import cell as module
+from grace.report.cell import FACTORS, Cell, read, train, write
+from grace.report.methods import DENSE, Method, chosen, methods
+from grace.report.task import MODULES, find_task, tasks
+
+STEPS = 10
+
+
+def make(label=DENSE, *, ranks=2, seed=0, steps=STEPS):
+    (*_, method) = chosen([label])
+    return Cell("mf", method, ranks, seed, steps)
+
+
+def without_times(found):
+    return {key: value for key, value in found.items() if not key.endswith("seconds")}
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Return the settings of all runs that begin, by the arguments of `Task.start`."""
+    monkeypatch.setattr(module, "_known", {})
+    task, given = find_task("mf"), []
+    start = type(task).start
+
+    def watched(self, seed, ranks, **settings):
+        given.append({"seed": seed, "ranks": ranks, **settings})
+        return start(self, seed, ranks, **settings)
+
+    monkeypatch.setattr(type(task), "start", watched)
+    return given
+
+
+def test_equal_cells_have_equal_results_but_for_times():
+    found = train(make("topk"))
+    assert without_times(found) == without_times(train(make("topk")))
+    assert found["seconds"] > 0
+    assert found["exchange_seconds"] > 0
+    assert found["compute_seconds"] > 0
+    assert without_times(found) != without_times(train(make("topk", seed=1)))
+
+
+def test_a_result_has_the_losses_of_the_run_and_its_bytes():
+    found = train(make("topk", steps=25))
+    assert [step for step, _ in found["curve"]] == [0, 2, 5, 8, 10, 12, 15, 18, 20, 22, 25]
+    assert found["curve"][-1][1] == found["loss"] == found["quality"] < found["curve"][0][1]
+    assert not found["diverged"]
+    # 8 bytes for each of 56 elements, and the header.
+    assert 448 <= found["bytes"] < 480
+    assert found["dense_bytes"] == 4 * (400 + 300) * 8
+    assert found["collectives"]["allgather"] == found["bytes"]
+    assert found["setting"]["communicator"] == "allgather"
+    assert found["setting"]["config"]["compressor"] == {"name": "topk", "compress_ratio": 0.01}
+
+
+def test_where_ranks_vote_the_learning_rate_is_tuned_with_seed_0(tried):
+    found, lr = train(make("signsgd", seed=1, steps=50)), find_task("mf").lr
+    short, whole, last = tried[: len(FACTORS)], tried[len(FACTORS) : -1], tried[-1]
+    assert [(run["lr"], run["steps"], run["seed"]) for run in short] == [(lr * f, 10, 0) for f in FACTORS]
+    assert [(run["steps"], run["seed"]) for run in whole] == [(50, 0)] * 2
+    assert [run["lr"] for run in whole] == [rate for rate, _ in found["tried"]]
+    assert found["lr"] == min(found["tried"], key=lambda pair: pair[1])[0] == last["lr"]
+    assert (last["steps"], last["seed"]) == (50, 1)
+    assert not found["diverged"]
+    # The same runs serve another seed.
+    train(make("signsgd", seed=2, steps=50))
+    assert len(tried) == len(short) + len(whole) + 2
+
+
+def test_other_methods_have_the_learning_rate_of_the_task_and_run_once(tried):
+    assert train(make("efsignsgd"))["lr"] == find_task("mf").lr
+    assert tried == [{"seed": 0, "ranks": 2, "steps": STEPS, "lr": 1.5, "momentum": 0.9}]
+
+
+@pytest.mark.parametrize("name", ["dgc", "signum"])
+def test_a_memory_with_momentum_leaves_the_optimizer_none(tried, name):
+    assert memories.make(compressors.make(name).default_memory).accelerates
+    assert train(make(name))["setting"]["momentum"] == 0
+    assert {run["momentum"] for run in tried} == {0}
+
+
+def test_a_run_that_diverges_ends_early_and_has_no_loss(monkeypatch):
+    monkeypatch.setattr(type(find_task("mf")), "lr", 1000.0)
+    found = train(make(steps=100))
+    assert found["diverged"]
+    assert found["loss"] is found["quality"] is None
+    assert len(found["curve"]) < 11
+    # Other programs than Python know no NaN.
+    json.loads(json.dumps(found), parse_constant=pytest.fail)
+
+
+def test_a_run_that_ends_above_its_first_loss_has_diverged():
+    found = train(make("onebit, no feedback", ranks=4, steps=100))
+    assert found["curve"][0][1] < found["loss"]
+    assert found["diverged"]
+
+
+def test_a_result_is_read_again_if_its_file_is_whole(tmp_path):
+    cell = make("topk")
+    assert read(cell, tmp_path) is None
+    write(found := train(cell), tmp_path / cell.file)
+    assert read(cell, tmp_path) == found
+    assert [path.name for path in tmp_path.iterdir()] == [cell.file]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"cell": 1}', "\0"])
+def test_a_damaged_file_is_no_result(tmp_path, text):
+    (tmp_path / make().file).write_text(text)
+    assert read(make(), tmp_path) is None
+
+
+def test_a_file_that_was_cut_is_no_result(tmp_path):
+    cell = make()
+    write(train(cell), path := tmp_path / cell.file)
+    whole = path.read_text()
+    for end in range(0, len(whole) - 2, 97):
+        path.write_text(whole[:end])
+        assert read(cell, tmp_path) is None
+
+
+def test_a_file_without_a_key_is_no_result(tmp_path):
+    cell = make()
+    found = train(cell)
+    for key in found:
+        write({name: value for name, value in found.items() if name != key}, tmp_path / cell.file)
+        assert read(cell, tmp_path) is None, key
+
+
+@pytest.mark.parametrize("changed", ["lr", "momentum", "batch", "method", "steps", "auto"])
+def test_the_result_of_another_setting_is_none_of_the_cell(tmp_path, monkeypatch, changed):
+    cell = make("topk")
+    write(train(cell), tmp_path / cell.file)
+    if changed == "method":
+        cell = Cell("mf", Method("topk", {"compressor": "topk", "compress_ratio": 0.02}), 2, 0, STEPS)
+    elif changed == "steps":
+        cell = make("topk", steps=STEPS + 1)
+    elif changed == "auto":
+        monkeypatch.setattr(module.communicators, "name_of", lambda _: "two_shot")
+    else:
+        monkeypatch.setattr(type(find_task("mf")), changed, 0.5)
+    assert (tmp_path / cell.file).exists()
+    assert read(cell, tmp_path) is None
+
+
+def test_cells_have_files_of_their_own():
+    labels = [*methods(), "a b", "a_b", "a  b", "A b"]
+    cells = [
+        Cell("mf", Method(label, {"compressor": "none"}), r, s, 1) for label in labels for r in (2, 4) for s in (0, 1)
+    ]
+    names = {cell.file for cell in cells}
+    assert len(names) == len(cells)
+    assert not [name for name in names if set(name) & set(' /\\:*?"<>|,%=')]
+
+
+def test_every_task_is_registered_by_the_module_that_is_named():
+    for name in MODULES:
+        pytest.importorskip("torch") if name != "mf" else None
+        assert find_task(name).name == name
+    assert tasks.keys() == MODULES.keys()
+
+
+def test_every_method_of_the_study_has_a_configuration_that_fits():
+    found = methods()
+    assert next(iter(found)) == DENSE
+    for label, method in found.items():
+        assert label == method.label
+        assert method.made.method.compressor
+    switched = [method for method in found.values() if method.switched]
+    for method in switched:
+        usual = found[method.switched].made.method
+        assert bool(method.made.method.memory.feeds_back) != bool(usual.memory.feeds_back), method.label
+        assert method.made.method.compressor == usual.compressor
+    assert {"qsgd, feedback", "topk, no feedback"} <= {method.label for method in switched}
+    assert not {method.switched for method in switched} & {"none", "signsgd", "signum"}
+
+
+def test_methods_are_chosen_by_label_or_with_options():
+    assert [method.label for method in chosen(["topk 10 %", "qsgd"])] == [DENSE, "topk 10 %", "qsgd"]
+    (*_, own) = chosen(["qsgd:quantum_num=7"])
+    assert own == Method("qsgd:quantum_num=7", {"quantum_num": 7, "compressor": "qsgd"})
+    assert [method.label for method in chosen(["none"])] == [DENSE]
+    assert [method.label for method in chosen(None)] == list(methods())

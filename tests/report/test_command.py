@@ -1,0 +1,186 @@
+"""The command `grace report`: what it trains, what it takes up after any end, its files, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grace import cli
+from grace.report import runner
+from grace.report.cell import Cell
+from grace.report.command import duration
+from grace.report.methods import Method
+from tests.support.launch import ROOT
+
+TIMES = {"seconds", "compute_seconds", "exchange_seconds", "date"}
+SMALL = ("--tasks", "mf", "--methods", "topk", "--seeds", "0", "1", "--ranks", "2")
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """Return a function that runs the command here. It returns status, output, errors and the files by name."""
+    folder = tmp_path / "found"
+
+    def run(*arguments):
+        status = cli.main(["report", *arguments, "--output", str(folder)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err, files(folder)
+
+    run.folder = folder
+    return run
+
+
+def files(folder):
+    return {path.name: json.loads(path.read_text()) for path in folder.rglob("*.json")}
+
+
+def results(found):
+    """Return what result files say but for times."""
+    cells = {name: text for name, text in found.items() if name != "results.json"}
+    return {name: {k: v for k, v in text.items() if k not in TIMES} for name, text in cells.items()}
+
+
+def table(output):
+    return output.partition("\n\n")[2]
+
+
+@pytest.mark.processes
+def test_a_second_start_trains_nothing_and_prints_the_same_table(report):
+    status, output, errors, found = report(*SMALL, "--jobs", "2")
+    assert (status, errors) == (0, "")
+    assert output.startswith("4 cells, 0 of them done; about 1 s left with 2 processes\n")
+    assert "\n4/4 mf, " in output
+    assert len(found) == 5
+    again = report(*SMALL)
+    assert again[1].startswith("4 cells, 4 of them done; about 0 s left")
+    assert table(again[1]) == table(output)
+    assert results(again[3]) == results(found)
+    everything = found["results.json"]
+    assert (
+        everything["cells"] == [found[name] for name in [c for c in found if c != "results.json"]]
+        or len(everything["cells"]) == 4
+    )
+    assert [row["method"] for row in everything["tables"][0]["rows"]] == ["none", "topk"]
+    origin = {"command", "version", "commit", "machine", "system", "versions", "date"}
+    assert all(cell.keys() >= origin for cell in everything["cells"])
+
+
+@pytest.mark.processes
+def test_damaged_results_and_those_of_another_setting_are_trained_again(report):
+    _, output, _, found = report(*SMALL)
+    damaged, other, *_ = names = [name for name in found if name != "results.json"]
+    (path,) = report.folder.rglob(damaged)
+    path.write_text(path.read_text()[:200])
+    (path,) = report.folder.rglob(other)
+    path.write_text(json.dumps({**found[other], "loss": 9.9, "setting": {**found[other]["setting"], "lr": 0.1}}))
+    _, again, _, renewed = report(*SMALL)
+    assert again.startswith("4 cells, 2 of them done")
+    assert table(again) == table(output)
+    assert results(renewed) == results(found)
+    assert len(names) == 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_what_a_killed_study_has_done_is_kept(report, number):
+    arguments = ["--tasks", "mf", "--methods", "topk", "qsgd", "--seeds", *map(str, range(30)), "--ranks", "2"]
+    words = [sys.executable, "-m", "grace", "report", *arguments, "--jobs", "2", "--output", str(report.folder)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while len(list(report.folder.rglob("*.json"))) < 3 and process.poll() is None:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        _, errors = process.communicate(timeout=60)
+    done = len(list(report.folder.rglob("*.json")))
+    assert 3 <= done < 90
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    if number == signal.SIGINT:
+        assert "interrupted with" in errors
+        assert "Traceback" not in errors
+    # The workers end with the command, so no more files come.
+    time.sleep(0.5)
+    assert len(list(report.folder.rglob("*.json"))) <= done + 2
+    done = len(list(report.folder.rglob("*.json")))
+    status, output, _, _ = report("--tasks", "mf", "--methods", "topk", "--seeds", "0", "--ranks", "2")
+    assert status == 0
+    # Uncompressed training comes first, seed by seed.
+    assert output.startswith("2 cells, 1 of them done")
+
+
+@pytest.mark.processes
+def test_a_cell_that_raises_is_an_error_and_the_others_go_on(report):
+    # Only the plan of an exchange knows that the two do not fit.
+    bad = "topk:memory=diana:communicator=two_shot"
+    status, output, _, found = report("--tasks", "mf", "--methods", bad, "topk", "--seeds", "0", "--ranks", "2")
+    assert status == 1
+    assert len(found) == 4
+    (failed,) = (text for name, text in found.items() if "error" in text)
+    assert "Traceback" in failed["traceback"]
+    assert f"error: mf, {failed['cell']['method']}, 2 ranks, seed 0: " in output.replace("\n", " ")
+    assert len(found["results.json"]["tables"][0]["rows"]) == 2
+    # It is tried again.
+    _, again, _, _ = report("--tasks", "mf", "--methods", bad, "topk", "--seeds", "0", "--ranks", "2")
+    assert again.startswith("3 cells, 2 of them done")
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_is_an_error_of_its_cell_and_another_takes_its_place(tmp_path, monkeypatch):
+    code = "import os, json, sys\nfor line in sys.stdin:\n    if json.loads(line)['cell']['seed'] == 1: os._exit(3)\n"
+    monkeypatch.setattr(runner, "WORKER", code + "    print(json.dumps({'loss': 1, 'seconds': 1}), flush=True)\n")
+    cells = [Cell("mf", Method("none", {"compressor": "none"}), 2, seed, 10) for seed in range(4)]
+    told = []
+    found = runner.run(cells, tmp_path, 2, lambda cell, result: told.append((cell.seed, result)))
+    assert [result.get("error") for result in found] == [None, "its process ended with status 3", None, None]
+    assert sorted(seed for seed, _ in told) == [0, 1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == [cells[1].file]
+
+
+@pytest.mark.processes
+def test_a_worker_has_one_thread_and_silent_libraries(tmp_path):
+    """A library that prints on standard output does not disturb the answers."""
+    code = f"import os\nos.environ['OMP_NUM_THREADS'] = '7'\n{runner.WORKER.replace('serve()', '')}"
+    code += "import grace.report.runner as r, sys\nassert 'numpy' not in sys.modules\n"
+    code += "r.train = lambda cell: (print('noise'), {'threads': os.environ['OMP_NUM_THREADS']})[1]\nr.serve()\n"
+    cell = Cell("mf", Method("none", {"compressor": "none"}), 2, 0, 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "WORKER", code)
+        (found,) = runner.run([cell], tmp_path, 1, lambda *_: None)
+    assert found["threads"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tasks", "nf"], "--tasks: there is no task 'nf'. "),
+        (["--tasks", "mf", "--ranks", "0"], "--ranks: expected at least 1, received 0."),
+        (["--tasks", "mf", "--seeds", "0", "-1"], "--seeds: expected at least 0, received -1."),
+        (["--tasks", "mf", "--jobs", "0"], "--jobs: expected at least 1, received 0."),
+        (
+            ["--tasks", "mf", "--ranks", "2", "--methods", 'topk:communicator={"name":"hierarchical","local_size":3}'],
+            "expected equally many ranks on every node",
+        ),
+        (["--tasks", "mf", "--methods", "topk:ratio=1"], "'ratio' is no option"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_trained(report, arguments, text):
+    status, _, errors, _ = report(*arguments)
+    assert status == 2
+    assert text in errors
+    assert not list(report.folder.rglob("*.json"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["report", *SMALL, "--output", str(tmp_path / "file")]) == 2
+    assert "--output: '" in capsys.readouterr().err
+
+
+def test_durations_are_for_people():
+    assert [duration(t) for t in (0.4, 99, 100, 900, 5990, 6000, 36000)] == [
+        "0 s", "99 s", "2 min", "15 min", "100 min", "1.7 h", "10.0 h"
+    ]  # fmt: skip

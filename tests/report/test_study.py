@@ -1,0 +1,71 @@
+"""The cells of the study and of its short form, and the estimate of their time."""
+
+from __future__ import annotations
+
+import pytest
+
+from grace.core.errors import ConfigError
+from grace.report.methods import DENSE, SIXTEEN_BIT, methods
+from grace.report.runner import TimeLeft
+from grace.report.study import QUICK, RANKS, SEEDS, USUAL_RANKS, cells, expected_seconds
+from grace.report.task import MODULES
+
+# 15 minutes on two cores, without the start of the processes.
+QUICK_SECONDS = 1600
+
+
+def of(found, **wanted):
+    return [cell for cell in found if all(cell.key[key] == value for key, value in wanted.items())]
+
+
+def test_the_study_has_all_methods_seeds_and_ranks():
+    found = cells(["mf"], quick=False)
+    for label, method in methods().items():
+        ranks = (USUAL_RANKS,) if method.switched else RANKS
+        assert {(cell.ranks, cell.seed) for cell in of(found, method=label)} == {(r, s) for r in ranks for s in SEEDS}
+    assert len({cell.file for cell in found}) == len(found)
+
+
+def test_the_short_study_ends_in_time_and_has_a_noise_floor_and_16_bits_everywhere():
+    pytest.importorskip("torch")
+    found = cells(MODULES, quick=True)
+    assert sum(map(expected_seconds, found)) <= QUICK_SECONDS
+    for name in MODULES:
+        assert {cell.seed for cell in of(found, task=name, method=DENSE)} == set(SEEDS)
+        assert {*SIXTEEN_BIT, *QUICK} <= {cell.method.label for cell in of(found, task=name)}
+        assert {cell.ranks for cell in of(found, task=name)} == {USUAL_RANKS}
+    assert methods().keys() >= set(QUICK)
+    assert len(of(found, task="mf")) == len(methods()) * len(SEEDS)
+
+
+def test_what_is_named_is_trained():
+    found = cells(["mf"], quick=True, methods=["topk"], seeds=[5, 6], ranks=[3])
+    assert [str(cell) for cell in found] == [
+        f"mf, {label}, 3 ranks, seed {seed}" for label in (DENSE, "topk") for seed in (5, 6)
+    ]
+
+
+def test_a_study_begins_with_uncompressed_training_and_takes_one_seed_after_the_other():
+    found = [(cell.method.label == DENSE, cell.seed) for cell in cells(["mf"], quick=False)]
+    assert found == sorted(found, key=lambda pair: (not pair[0], pair[1]))
+
+
+def test_names_that_do_not_exist_are_refused():
+    with pytest.raises(ConfigError, match="--tasks: there is no task 'mff'"):
+        cells(["mff"], quick=True)
+    with pytest.raises(ConfigError, match="unknown compressor 'topkk'"):
+        cells(["mf"], quick=True, methods=["topkk"])
+
+
+def test_the_time_left_follows_what_cells_have_taken():
+    found = cells(["mf"], quick=True, methods=["topk"], seeds=[0], ranks=[2, 4, 8])
+    left = TimeLeft(2)
+    told = left.seconds(found)
+    assert told == sum(map(expected_seconds, found)) / 2
+    left.add(found[0], {"error": "none"})
+    assert left.seconds(found) == told
+    left.add(found[0], {"seconds": 3 * expected_seconds(found[0])})
+    left.add(found[1], {"seconds": 5 * expected_seconds(found[1])})
+    weights = [expected_seconds(cell) for cell in found[:2]]
+    factor = (3 * weights[0] + 5 * weights[1]) / sum(weights)
+    assert left.seconds(found) == pytest.approx(factor * told)
