@@ -13,6 +13,7 @@ from grace.core.errors import IncompatibleError
 DENSE = "none"
 # What a user gets by changing one word. Every table has them, because the gain over them counts, not that over 32 bits.
 SIXTEEN_BIT = ("bf16", "fp16")
+RECOMMENDED = tuple(dict.fromkeys(start.config["compressor"] for start in STARTS))
 # Compressors that GRACE compared (Table I), with their default options here.
 TABLE_1 = (
     "eightbit", "onebit", "signsgd", "signum", "qsgd", "natural", "terngrad", "efsignsgd", "inceptionn",
@@ -20,7 +21,8 @@ TABLE_1 = (
 )  # fmt: skip
 # Beside them: the other compressors of 4 and 8 bits, and the threshold of a run instead of a step.
 OTHERS = ("blockwise", "uniform", "hardthreshold")
-# Settings that decide a default: how much of a gradient to keep, which communicator, and which form of feedback.
+# Settings that decide a default: how much of a gradient to keep, a second compression, which `auto` avoids for topk,
+# and the form of feedback.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "topk 10 %": {"compressor": "topk", "compress_ratio": 0.1},
     "topk two_shot": {"compressor": "topk", "communicator": "two_shot"},
@@ -57,7 +59,7 @@ class Method(NamedTuple):
 
 def methods() -> dict[str, Method]:
     """Return the methods of the study by label, uncompressed training first."""
-    names = (DENSE, *SIXTEEN_BIT, *(start.config["compressor"] for start in STARTS), *TABLE_1, *OTHERS)
+    names = (DENSE, *SIXTEEN_BIT, *RECOMMENDED, *TABLE_1, *OTHERS)
     plain = [Method(name, {"compressor": name}) for name in dict.fromkeys(names)]
     settings = [Method(label, config) for label, config in SETTINGS.items()]
     switched = [other for method in plain if method.label not in (DENSE, *SIXTEEN_BIT) for other in _switched(method)]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from grace.report.cell import FACTORS, SHORTER, Cell
-from grace.report.methods import DENSE, SIXTEEN_BIT, chosen
+from grace.report.methods import DENSE, RECOMMENDED, SIXTEEN_BIT, chosen
 from grace.report.task import find_task
 
 SEEDS = (0, 1, 2)
 RANKS = (2, 4, 8)
 # Methods with other error feedback than by default run on this number of ranks only, and so does --quick.
 USUAL_RANKS = 4
-# Of tasks that take more seconds than this, --quick trains a few methods, and with more than one seed only without
-# compression: how much these runs differ is the noise that differences are compared with.
+# Of tasks that take more seconds than this, --quick trains a few methods, and with several seeds only those that are
+# recommended. Uncompressed training is one of them: how much its runs differ is the noise.
 SHORT = 3.0
 QUICK = (
-    DENSE, *SIXTEEN_BIT, "qsgd", "eden", "powersgd", "topk", "topk 10 %", "topk, no feedback", "terngrad", "efsignsgd",
-    "signsgd",
+    *RECOMMENDED, *SIXTEEN_BIT, "topk 10 %", "topk, no feedback", "topk EF21", "qsgd, feedback", "terngrad",
+    "terngrad, feedback", "dgc", "efsignsgd", "signsgd",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def cells(
                 continue
             usual = ranks is None and (quick or bool(method.switched))
             sizes = (USUAL_RANKS,) if usual else RANKS if ranks is None else ranks
-            one = few and seeds is None and method.label != DENSE
+            one = few and seeds is None and method.label not in RECOMMENDED
             of_method = SEEDS[:1] if one else SEEDS if seeds is None else seeds
             steps = task.quick_steps if quick else task.steps
             found += [Cell(name, method, size, seed, steps) for size in sizes for seed in of_method]

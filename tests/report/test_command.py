@@ -54,7 +54,7 @@ def table(output):
 def test_a_second_start_trains_nothing_and_prints_the_same_table(report):
     status, output, errors, found = report(*SMALL, "--jobs", "2")
     assert (status, errors) == (0, "")
-    assert output.startswith("4 cells, 0 of them done; about 1 s left with 2 processes\n")
+    assert output.startswith("4 cells, 0 of them done; about 0 s left with 2 processes\n")
     assert "\n4/4 mf, " in output
     assert len(found) == 5
     again = report(*SMALL)

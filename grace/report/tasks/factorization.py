@@ -85,7 +85,7 @@ class Factorization(Task):
     metric, higher_is_better = "loss", False
     steps = quick_steps = 150
     batch, lr, momentum = 128, 1.5, 0.9
-    seconds = 1.0
+    seconds = 0.4
 
     def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Ratings:
         return Ratings(seed, ranks, self.batch, lr, momentum)
