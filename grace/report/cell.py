@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grace
-from grace.core.communicators.auto import communicators
+from grace.core.config.registry import communicators
 from grace.core.observe.log import logger
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec

@@ -88,51 +88,51 @@ def _study(wanted: Sequence[Cell], folder: Path, jobs: int) -> int:
     from grace.report.table import printed, tables
 
     results = {cell.file: found for cell in wanted if (found := read(cell, folder / "cells"))}
-    left = TimeLeft(jobs)
-    for cell in wanted:
-        if cell.file in results:
-            left.add(cell, results[cell.file])
     # What raised an error may succeed now.
     missing = [cell for cell in wanted if "error" in results.get(cell.file, {"error": ""})]
-    waiting = {cell.file: cell for cell in missing}
+    waiting, left = len(missing), TimeLeft(missing, jobs)
+    for cell in wanted:
+        if cell.file in results:
+            left.learn(cell, results[cell.file])
     print(
         f"{len(wanted)} cells, {len(wanted) - len(missing)} of them done; about "
-        f"{duration(left.seconds(missing))} left with {jobs} {'process' if jobs == 1 else 'processes'}",
+        f"{duration(left.seconds())} left with {jobs} {'process' if jobs == 1 else 'processes'}",
         flush=True,
     )
     with Progress(len(missing)) as progress:
 
         def report(cell: Cell, found: Mapping[str, Any]) -> None:
+            nonlocal waiting
+            waiting -= 1
             results[cell.file] = dict(found)
-            left.add(cell, found)
-            del waiting[cell.file]
+            left.finish(cell, found)
             progress.update(1)
-            rest = duration(left.seconds(list(waiting.values())))
+            rest = duration(left.seconds())
             progress.say(f"about {rest} left")
             outcome = (
                 found.get("error") or f"loss {found['loss'] if found['loss'] is None else round(found['loss'], 4)}"
             )
-            number = len(wanted) - len(waiting)
+            number = len(wanted) - waiting
             progress.write(f"{number}/{len(wanted)} {cell}: {outcome}; about {rest} left")
 
         try:
             run(missing, folder / "cells", jobs, report)
         except KeyboardInterrupt:
             print(
-                f"grace report: interrupted with {len(waiting)} of {len(wanted)} cells left; the same command goes on",
+                f"grace report: interrupted with {waiting} of {len(wanted)} cells left; the same command goes on",
                 file=sys.stderr,
             )
             return INTERRUPTED
-    found = [results[cell.file] for cell in wanted]
-    print(f"\n{printed(found)}", flush=True)
+    every = [results[cell.file] for cell in wanted]
+    print(f"\n{printed(every)}", flush=True)
     everything = {
         **provenance(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "tables": [table.to_dict() for table in tables(found)],
-        "cells": found,
+        "tables": [table.to_dict() for table in tables(every)],
+        "cells": every,
     }
     write(everything, folder / "results.json")
-    return int(any("error" in result for result in found))
+    return int(any("error" in result for result in every))
 
 
 def duration(seconds: float) -> str:

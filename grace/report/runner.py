@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,34 @@ def _commit() -> str | None:
 class TimeLeft:
     """The estimate of the time left: what tasks say, corrected by how long finished cells have taken here."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, waiting: Iterable[Cell], jobs: int) -> None:
         self._jobs = jobs
-        self._taken: dict[str, list[tuple[float, float]]] = {}
+        # In seconds by task: what cells that wait are expected to take, and what others took and were expected to take.
+        self._waiting: defaultdict[str, float] = defaultdict(float)
+        self._taken: defaultdict[str, float] = defaultdict(float)
+        self._expected: defaultdict[str, float] = defaultdict(float)
+        for cell in waiting:
+            self._waiting[cell.task] += expected_seconds(cell)
 
-    def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
-        """Take a result into account."""
+    def learn(self, cell: Cell, found: Mapping[str, Any]) -> None:
+        """Take a result into account that is there already."""
         if "error" not in found:
-            self._taken.setdefault(cell.task, []).append((found["seconds"], expected_seconds(cell)))
+            self._taken[cell.task] += found["seconds"]
+            self._expected[cell.task] += expected_seconds(cell)
 
-    def seconds(self, cells: Sequence[Cell]) -> float:
-        """Return the seconds that the cells will take together."""
-        return sum(expected_seconds(cell) * self._factor(cell.task) for cell in cells) / self._jobs
+    def finish(self, cell: Cell, found: Mapping[str, Any]) -> None:
+        """Take a cell into account that waited, and has its result now."""
+        self._waiting[cell.task] -= expected_seconds(cell)
+        self.learn(cell, found)
+
+    def seconds(self) -> float:
+        """Return the seconds until all cells that wait have their result."""
+        return max(0.0, sum(seconds * self._factor(task) for task, seconds in self._waiting.items()) / self._jobs)
 
     def _factor(self, task: str) -> float:
-        known = self._taken.get(task) or [pair for pairs in self._taken.values() for pair in pairs]
-        taken, expected = map(sum, zip(*known, strict=True)) if known else (1.0, 1.0)
-        return taken / expected
+        tasks = [task] if task in self._expected else list(self._expected)
+        expected = sum(self._expected[name] for name in tasks)
+        return sum(self._taken[name] for name in tasks) / expected if expected else 1.0
 
 
 def run(
@@ -118,9 +130,10 @@ def run(
         for thread in threads:
             thread.start()
         for _ in cells:
-            number = done.get()
-            if isinstance(number, Exception):
-                raise number
+            ended = done.get()
+            if isinstance(ended, Exception):
+                raise ended
+            number = ended
             report(cells[number], results[number])
     finally:
         for worker in workers:
@@ -144,9 +157,9 @@ class _Worker:
     def train(self, cell: Cell) -> dict[str, Any]:
         """Return the result of a cell, which the process has written to its file."""
         job = {"cell": {**cell.key, "steps": cell.steps, "method": cell.method}, "folder": str(self._folder)}
-        answer = self._answer(json.dumps({**job, "origin": self._origin}))
-        if answer:
-            return json.loads(answer)
+        if answer := self._answer(json.dumps({**job, "origin": self._origin})):
+            found: dict[str, Any] = json.loads(answer)
+            return found
         status = None if self._process is None else self._process.wait()
         self.close()
         found = {**_head(cell), "error": f"its process ended with status {status}", **self._origin}
@@ -168,6 +181,7 @@ class _Worker:
                     env={**os.environ, **SAFE_PATH},
                 )
         try:
+            assert self._process.stdout is not None
             print(job, file=self._process.stdin, flush=True)
             return self._process.stdout.readline()
         except BrokenPipeError:

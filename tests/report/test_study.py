@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from grace.core.errors import ConfigError
 from grace.report.methods import DENSE, RECOMMENDED, SIXTEEN_BIT, methods
 from grace.report.runner import TimeLeft
 from grace.report.study import QUICK, RANKS, SEEDS, USUAL_RANKS, cells, expected_seconds
-from grace.report.task import MODULES
+from grace.report.task import MODULES, find_task, tasks
 
 # 15 minutes on two cores, without the start of the processes.
 QUICK_SECONDS = 1600
@@ -60,13 +62,25 @@ def test_names_that_do_not_exist_are_refused():
 
 def test_the_time_left_follows_what_cells_have_taken():
     found = cells(["mf"], quick=True, methods=["topk"], seeds=[0], ranks=[2, 4, 8])
-    left = TimeLeft(2)
-    told = left.seconds(found)
-    assert told == sum(map(expected_seconds, found)) / 2
-    left.add(found[0], {"error": "none"})
-    assert left.seconds(found) == told
-    left.add(found[0], {"seconds": 3 * expected_seconds(found[0])})
-    left.add(found[1], {"seconds": 5 * expected_seconds(found[1])})
-    weights = [expected_seconds(cell) for cell in found[:2]]
-    factor = (3 * weights[0] + 5 * weights[1]) / sum(weights)
-    assert left.seconds(found) == pytest.approx(factor * told)
+    expected = [expected_seconds(cell) for cell in found]
+    left = TimeLeft(found, jobs=2)
+    assert left.seconds() == pytest.approx(sum(expected) / 2)
+    left.finish(found[0], {"error": "none"})
+    assert left.seconds() == pytest.approx(sum(expected[1:]) / 2)
+    left.finish(found[1], {"seconds": 3 * expected[1]})
+    assert left.seconds() == pytest.approx(3 * sum(expected[2:]) / 2)
+    left.learn(found[0], {"seconds": 5 * expected[0]})
+    factor = (5 * expected[0] + 3 * expected[1]) / sum(expected[:2])
+    assert left.seconds() == pytest.approx(factor * sum(expected[2:]) / 2)
+    for cell in found[2:]:
+        left.finish(cell, {"seconds": 1})
+    assert left.seconds() == pytest.approx(0)
+
+
+def test_a_task_without_results_borrows_the_speed_of_others(monkeypatch):
+    (cell, *_) = cells(["mf"], quick=True, methods=["none"])
+    monkeypatch.setitem(tasks, "other", find_task("mf"))
+    monkeypatch.setitem(MODULES, "other", "factorization")
+    left = TimeLeft([dataclasses.replace(cell, task="other")], jobs=1)
+    left.learn(cell, {"seconds": 7 * expected_seconds(cell)})
+    assert left.seconds() == pytest.approx(7 * expected_seconds(cell))
