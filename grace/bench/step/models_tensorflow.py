@@ -104,8 +104,9 @@ def ncf() -> tuple[keras.Model, Callable[[], Any]]:
     Its loss is for 256 random pairs of user and item.
     """
     user, item = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
-    wide = layers.Multiply()([layers.Embedding(USERS, 64)(user), layers.Embedding(ITEMS, 64)(item)])
-    deep = layers.Concatenate()([layers.Embedding(USERS, 128)(user), layers.Embedding(ITEMS, 128)(item)])
+    u, i = layers.Embedding(USERS, 192)(user), layers.Embedding(ITEMS, 192)(item)
+    wide = layers.Multiply()([u[:, :64], i[:, :64]])
+    deep = layers.Concatenate()([u[:, 64:], i[:, 64:]])
     for units in (256, 128, 64):
         deep = layers.Dense(units, "relu")(deep)
     model = keras.Model([user, item], layers.Dense(1)(layers.Concatenate()([wide, deep])))

@@ -19,9 +19,9 @@ from grace.bench.step.models import (
     MLP,
     TOKENS,
     USERS,
-    VGG,
     WORDS,
 )
+from grace.report import models
 
 
 class Mlp(nn.Sequential):
@@ -39,26 +39,15 @@ class Mlp(nn.Sequential):
         return functional.cross_entropy(self(torch.randn(4, MLP[0])), torch.randint(MLP[-1], (4,)))
 
 
-class Vgg(nn.Module):
-    """VGG16 for 32 x 32 images, 15 M parameters (Simonyan and Zisserman, 2015)."""
+class Vgg(models.Vgg):
+    """VGG16 for 32 x 32 images with batch normalization, 15 M parameters (Simonyan and Zisserman, 2015)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width in VGG:
-            if width is None:
-                layers.append(nn.MaxPool2d(2))
-            else:
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-                channels = width
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES))
+        super().__init__(classes=CLASSES, normalize=True)
 
     def loss(self) -> torch.Tensor:
         """Return the loss on two random images."""
-        found = self.classifier(self.features(torch.randn(2, 3, 32, 32)).flatten(1))
-        return functional.cross_entropy(found, torch.randint(CLASSES, (2,)))
+        return functional.cross_entropy(self(torch.randn(2, 3, 32, 32)), torch.randint(CLASSES, (2,)))
 
 
 class _Block(nn.Module):
@@ -111,24 +100,13 @@ class Lstm(nn.Module):
         return functional.cross_entropy(found.flatten(0, 1), words[:, 1:].flatten())
 
 
-class Ncf(nn.Module):
+class Ncf(models.Ncf):
     """Neural collaborative filter of the size of MovieLens-20M, 31.8 M parameters (He et al., 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user_factors, self.item_factors = nn.Embedding(USERS, 64), nn.Embedding(ITEMS, 64)
-        self.user_layer, self.item_layer = nn.Embedding(USERS, 128), nn.Embedding(ITEMS, 128)
-        self.layers = nn.Sequential(
-            nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()
-        )
-        self.output = nn.Linear(128, 1)
 
     def loss(self) -> torch.Tensor:
         """Return the loss on 256 random pairs of user and item."""
-        user, item = torch.randint(USERS, (256,)), torch.randint(ITEMS, (256,))
-        deep = self.layers(torch.cat([self.user_layer(user), self.item_layer(item)], 1))
-        found = self.output(torch.cat([self.user_factors(user) * self.item_factors(item), deep], 1))
-        return functional.binary_cross_entropy_with_logits(found, torch.randint(2, (256, 1)).float())
+        found = self(torch.randint(USERS, (256,)), torch.randint(ITEMS, (256,)))
+        return functional.binary_cross_entropy_with_logits(found, torch.randint(2, (256,)).float())
 
 
 class Transformer(nn.Module):
