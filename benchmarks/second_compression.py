@@ -16,9 +16,7 @@ import math
 import os
 import statistics
 import sys
-import sysconfig
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +34,7 @@ from grace.core.errors import IncompatibleError
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec
 from grace.listing import required
+from grace.report.tasks.data import library
 from grace.report.tasks.factorization import SGD, Arrays, Factorization, Ratings
 
 RANKS, SEEDS = 4, (0, 1, 2)
@@ -55,20 +54,6 @@ WITH_FINER: list[dict[str, Any]] = [{"compressor": "topk", "compress_ratio": 0.0
 COMMUNICATORS: dict[str, Any] = {
     "allreduce": "allreduce", "allgather": "allgather", "two_shot": "two_shot", "finer": FINER
 }  # fmt: skip
-
-
-@cache
-def library() -> npt.NDArray[np.int64]:
-    """Return the text of some large modules of Python's library, as numbers of its 63 most frequent characters."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    names = ("argparse", "ast", "datetime", "doctest", "inspect", "ipaddress", "locale", "mailbox", "pathlib", "pdb")
-    texts = [path.read_bytes() for path in (folder / f"{name}.py" for name in names) if path.exists()]
-    text = np.frombuffer(b"".join(texts), np.uint8)
-    frequent = np.argsort(-np.bincount(text, minlength=256), kind="stable")[:63]
-    # All other characters are number 63.
-    numbers = np.full(256, 63)
-    numbers[frequent] = np.arange(63)
-    return numbers[text]
 
 
 class Characters(SGD):

@@ -18,7 +18,15 @@ from grace.core.spec import Array
 T = TypeVar("T", bound="type[Task]")
 
 # The module of `grace.report.tasks` that registers a task. Names must be known before PyTorch is imported.
-MODULES = {"mf": "factorization"}
+MODULES = {
+    "mf": "factorization",
+    "cnn": "vision",
+    "resnet": "vision",
+    "transformer": "language",
+    "lstm": "language",
+    "ncf": "recommendation",
+    "unet": "segmentation",
+}
 
 tasks: dict[str, Task] = {}
 

@@ -31,6 +31,7 @@ import numpy as np
 import quoted
 import recommended  # noqa: F401
 import reference  # noqa: F401
+import report_tasks  # noqa: F401
 import step_time  # noqa: F401
 import timeline  # noqa: F401
 from PIL import Image
