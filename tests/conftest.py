@@ -25,12 +25,13 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Without a file, a marker and a number of workers: run the tests that start no process, on all cores."""
-    if config.args_source != config.ArgsSource.TESTPATHS or hasattr(config, "workerinput"):
+    if config.args_source != config.ArgsSource.TESTPATHS or config.option.markexpr:
         return
-    if not config.option.markexpr:
-        config.option.markexpr = " and ".join(f"not {mark}" for mark in ELSEWHERE)
-        if getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
-            config.option.numprocesses = "auto"
+    # Workers get the arguments of the command line, not what is set here: so each of them sets it, too.
+    config.option.markexpr = " and ".join(f"not {mark}" for mark in ELSEWHERE)
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
+        config.option.numprocesses = "auto"
 
 
 def pytest_configure(config):

@@ -117,7 +117,11 @@ def test_launchers(tmp_path):
 @pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def test_without_shaping(framework, tmp_path):
     path, picture = tmp_path / "step.json", tmp_path / "step.png"
-    baselines, rounds, steps = ["horovod", "horovod-fp16", "ddp", "ddp-powersgd"], 2, 2
+    baselines, rounds, steps = (
+        ["horovod", "horovod-fp16", "ddp", "ddp-powersgd"] if ALL else ["horovod", "ddp"],
+        1 + ALL,
+        2,
+    )
     figure, model, numbers = ["--plot", str(picture), "--launcher", "horovod"], "resnet", 269_722
     if framework == "tensorflow":
         # Every round of a method traces its graph again, which takes seconds. test_models.py has TensorFlow's resnet.
@@ -125,7 +129,7 @@ def test_without_shaping(framework, tmp_path):
         baselines, rounds, steps, figure = ["horovod"], 1, 2, []
         if not ALL:
             model, numbers = "mlp", 25_175_040
-    methods = ["topk", "none"] if ALL or framework == "torch" else ["topk"]
+    methods = ["topk", "none"] if ALL else ["topk"]
     given = ["--link", "none", "--model", model, "--compressors", ",".join(methods), "--framework", framework]
     given += ["--rounds", str(rounds), "--steps", str(steps), "--baselines", ",".join(baselines)]
     given += ["--options", "bucket_bytes=65536", "seed=3"]
@@ -243,6 +247,7 @@ def test_a_sweep_goes_on_with_the_best(monkeypatch):
     assert len(sweep.lines(trials)) == 1 + 2 * (2 + 11)
 
 
+@pytest.mark.slow
 def test_memory(tmp_path):
     """The mlp needs memory for parameters, gradients and momentum; top-k also for the residual, here once."""
     path = tmp_path / "memory.json"

@@ -165,6 +165,8 @@ def test_composites_equal_plain_numpy(backend, name):
             check_composite(ops_of(backend), call)
 
 
+# The graphs of test_graphs.py run them in every method.
+@pytest.mark.slow
 @pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
 @pytest.mark.parametrize("name", composite_results.CASES)
 def test_composites_in_graphs_equal_plain_numpy(name):

@@ -162,9 +162,12 @@ def test_without_gradients_all_of_it_arrives(memory, way, sizes):
         assert np.abs(arrived[spec.name] + left[spec.name] - held[spec.name]).max(initial=0) <= tolerance, spec.name
 
 
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name != "numpy"])
-@pytest.mark.parametrize(("memory", "way"), [("dgc", "gathered"), ("residual", "nodes with shots"), ("dore", "shots")])
-def test_every_framework_merges_the_same_bits(framework, memory, way):
+@each(
+    framework=[name for name in FRAMEWORKS if name != "numpy"],
+    chosen={"nodes": ("residual", "nodes with shots"), "dgc": ("dgc", "gathered"), "dore": ("dore", "shots")},
+)
+def test_every_framework_merges_the_same_bits(framework, chosen):
+    memory, way = chosen
     old, expected = (simulate(n, MEMORIES[memory], WAYS[way]) for n in (8, 4))
     new = simulate(4, MEMORIES[memory], WAYS[way], framework=framework)
     step(old, 0)

@@ -21,7 +21,7 @@ from grace.core.wire.huffman import huffman_encode
 from grace.core.wire.layout import GatherLayout
 from grace.core.wire.rans import rans_decode, rans_encode
 from grace.testing.harness import FRAMEWORKS, array, draw, exchange, host
-from tests.support.covering import ALL
+from tests.support.covering import ALL, rest_slow
 from tests.support.registered import BACKENDS, all_compressors, ops_of
 from tests.support.steps import each
 
@@ -75,7 +75,7 @@ def test_integers_of_every_width_come_back(dtype, coding):
     assert sizes[1] == wide.nbytes, "what a coding would make longer travels as it is"
 
 
-@every_coding
+@pytest.mark.parametrize("coding", rest_slow(NAMES[::-1], 1))
 def test_fields_come_back_in_a_graph(coding):
     tf = pytest.importorskip("tensorflow")
     for native in (True, False):

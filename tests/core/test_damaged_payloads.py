@@ -15,6 +15,7 @@ from grace.core.wire import indices
 from grace.core.wire.codings import NONE, Coding
 from grace.core.wire.layout import GatherLayout
 from grace.testing.harness import draw, exchange, host
+from tests.support.covering import rest_slow
 from tests.support.registered import BACKENDS, ops_of
 from tests.support.steps import each
 
@@ -76,8 +77,7 @@ def damaged(ops, case):
     return decode, np.frombuffer(good, np.uint8).copy(), words.view(np.uint8), text
 
 
-@every_backend
-@pytest.mark.parametrize("case", CASES)
+@each(case=list(CASES), backend=[*BACKENDS, "tensorflow-reference"])
 def test_refused(case, backend):
     ops = ops_with(backend)
     decode, good, bad, text = damaged(ops, case)
@@ -89,10 +89,8 @@ def test_refused(case, backend):
 IN_GRAPHS = [case for case in CASES if not case.startswith("gradiveq")]
 
 
-@each(
-    chosen=IN_GRAPHS,
-    backend=["tensorflow", "tensorflow-reference"],
-)
+@pytest.mark.parametrize("backend", rest_slow(["tensorflow", "tensorflow-reference"], 1))
+@pytest.mark.parametrize("chosen", rest_slow(IN_GRAPHS, 3))
 def test_refused_in_a_graph(chosen, backend):
     """A graph runs in any order: what reads the payload must wait for the check.
 

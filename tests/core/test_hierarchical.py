@@ -26,7 +26,7 @@ from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS
 from tests.support import nodes
 from tests.support.covering import ALL
-from tests.support.steps import assert_same, gradient, gradients, in_a_graph, simulate, states, step
+from tests.support.steps import WithTypical, assert_same, gradient, gradients, in_a_graph, simulate, states, step
 
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
 SPECS += [TensorSpec("half", (30, 60), "float16"), TensorSpec("double", (16, 90), "float64")]
@@ -38,7 +38,7 @@ def method(compressor, memory=None, **options):
     return Method(compressor, memory, communicators.make({"name": "hierarchical", "local_size": 2, **options}))
 
 
-class TestHierarchical(CommunicatorContract):
+class TestHierarchical(WithTypical, CommunicatorContract):
     @pytest.fixture(params=[Hierarchical(local_size=2), Hierarchical(TwoShot(), local_size=2)], ids=["usual", "shots"])
     def communicator(self, request):
         return request.param
@@ -110,13 +110,12 @@ def test_frameworks_agree(framework, options):
     assert_same(states(numpy), states(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"within": "qsgd"}, *([{}, {"between": "two_shot", "within": "fp16"}] if ALL else [])],
-    ids=["qsgd", *(["usual", "shots"] if ALL else [])],
+    "options", [{}, {"within": "qsgd"}, {"between": "two_shot", "within": "fp16"}], ids=["usual", "qsgd", "shots"]
 )
 def test_a_graph_gives_the_same(options):
-    chosen, specs = method("efsignsgd", **options), SPECS[: 2 if ALL else 1]
+    chosen, specs = method("efsignsgd", **options), SPECS[:2]
     assert_same(in_a_graph(chosen, 4, specs), step(simulate(chosen, size=4, specs=specs), 0))
 
 

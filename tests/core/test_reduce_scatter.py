@@ -16,6 +16,7 @@ from grace.core.session.simulation import Simulation, poll_all
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
+from tests.support.steps import WithTypical
 
 SPECS = [TensorSpec("a", (7, 300)), TensorSpec("b", (5,)), TensorSpec("c", (4, 2000)), TensorSpec("d", (1,))]
 
@@ -41,7 +42,7 @@ class Joined(Simulation):
         return [joined] * self.size
 
 
-class TestReduceScatter(CommunicatorContract):
+class TestReduceScatter(WithTypical, CommunicatorContract):
     @pytest.fixture
     def communicator(self):
         return ReduceScatter()

@@ -18,8 +18,8 @@ from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS
-from tests.support.covering import ALL
-from tests.support.steps import assert_same, gradient, gradients, in_a_graph, simulate, states, step
+from tests.support.covering import ALL, rest_slow
+from tests.support.steps import WithTypical, assert_same, gradient, gradients, in_a_graph, simulate, states, step
 
 REDUCTIONS = ["split", "union", "tree"]
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
@@ -35,7 +35,7 @@ def method(compressor, reduction, memory=None):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-class TestSparseAllreduce(CommunicatorContract):
+class TestSparseAllreduce(WithTypical, CommunicatorContract):
     @pytest.fixture
     def communicator(self, reduction):
         return SparseAllreduce(reduction)
@@ -222,9 +222,9 @@ def test_frameworks_agree(framework, reduction, name):
 # Tracing takes seconds, and the length of a payload matters to no reduction alone.
 @pytest.mark.parametrize(
     ("reduction", "name"),
-    [("split", "topk"), ("union", "threshold"), ("tree", "topk")]
-    if not ALL
-    else list(itertools.product(REDUCTIONS, ["topk", "threshold"])),
+    rest_slow(
+        [("tree", "topk"), *itertools.product(("split", "union"), ["topk", "threshold"]), ("tree", "threshold")], 1
+    ),
 )
 def test_a_graph_gives_the_same(reduction, name):
     chosen = method(

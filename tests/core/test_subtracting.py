@@ -15,6 +15,7 @@ from grace.core.spec import TensorSpec
 from grace.core.state.states import initial
 from grace.core.step.unit_step import UnitStep
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same, unfused, unit_of
+from tests.support.steps import each
 
 SPEC = TensorSpec("t", (40, 25))
 
@@ -42,10 +43,12 @@ def run(compressor, memory, ops, size, average, out=False):
     return told
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2), GradZip(2)], ids=str)
+@each(
+    compressor={str(c): c for c in (PowerSGD(2), ACPSGD(2), GradZip(2))},
+    framework=FRAMEWORKS,
+    size=[1, 2, 3, 4],
+    average=[True, False],
+)
 def test_a_step_gives_the_same_with_and_without_it(compressor, framework, size, average):
     ops, plain, memory = get_ops(framework), unfused(compressor), PowerSGDMemory()
     assert unit_of(compressor, memory, SPEC).fused.merge_finish

@@ -1121,11 +1121,12 @@ def plans(dtype: str) -> Iterator[tuple[int, str, int]]:
     for row in _SMALL:
         if row["dtype"] == dtype:
             yield row["n"], row["kind"], KINDS.index(row["kind"])
-    # The sources are templates of the dtype. Without --all, float64 therefore takes one kind of numbers per size.
+    # The sources are templates of the dtype. Without --all, a large size therefore meets normal numbers with one dtype,
+    # and another kind with the other.
     for seed, n in enumerate(LARGE):
-        if covering.ALL or dtype == "float32" or seed % 2:
+        if covering.ALL or (dtype == "float32") == bool(seed % 2):
             yield n, "normal", seed
-        if covering.ALL or dtype == "float32" or not seed % 2:
+        if covering.ALL or (dtype == "float32") != bool(seed % 2):
             yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
     if covering.ALL or dtype == "float32":
         yield AROUND[dtype], "normal", 0

@@ -28,6 +28,7 @@ from tests.papers.common import (
     step,
     variance,
 )
+from tests.support.covering import rest_slow
 
 TOPK = {"name": "topk", "compress_ratio": 0.1}
 
@@ -213,7 +214,7 @@ def test_quantizers_that_need_the_number_of_values_are_refused_with_those_that_d
     make("chain", sparsifier="topk", quantizer=name)
 
 
-@pytest.mark.parametrize("name", ANY_LENGTH)
+@pytest.mark.parametrize("name", rest_slow(ANY_LENGTH, 2))
 @pytest.mark.parametrize("native", [None, False], ids=["kernels", "reference"])
 def test_a_graph_of_tensorflow_sends_the_same_values_of_any_number(name, native):
     tf = pytest.importorskip("tensorflow")

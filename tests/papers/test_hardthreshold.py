@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ import grace
 from grace.core.errors import ConfigError
 from grace.core.spec import TensorSpec
 from tests.papers.common import make, normal, payload, send, simulate, state, step
+from tests.support.covering import rest_slow
 
 
 @pytest.mark.parametrize("threshold", [0.1, 1.0, 2.5])
@@ -73,7 +75,7 @@ def test_nothing_to_send_is_a_normal_step():
     assert len(payload(make("hardthreshold", threshold=10.0), normal(100))["values"]) == 0
 
 
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("framework", rest_slow(["numpy", "torch"], 1))
 @pytest.mark.parametrize(("scale", "controlled"), [(1e-5, False), (1.0, True), (100.0, False)])
 def test_tuning_finds_the_density(scale, controlled, framework):
     """Gradients of any size: what is tuned gets within a fifth of the requested volume."""
@@ -142,9 +144,17 @@ def run(task, steps, **options):
     return np.array(densities), sim
 
 
-@pytest.mark.parametrize("steps", [200, 400])
-@pytest.mark.parametrize("ratio", [0.01, 0.002])
-@pytest.mark.parametrize("task", [logistic, perceptron])
+@pytest.mark.parametrize(
+    ("task", "ratio", "steps"),
+    rest_slow(
+        [
+            *((logistic, 0.01, 200), (perceptron, 0.002, 200)),
+            *((logistic, 0.002, 200), (perceptron, 0.01, 200)),
+            *itertools.product((logistic, perceptron), (0.01, 0.002), (400,)),
+        ],
+        2,
+    ),
+)
 def test_controlled_volume_of_the_whole_run_is_within_a_tenth(task, ratio, steps):
     densities, sim = run(task, steps, compress_ratio=ratio, controlled=True)
     assert densities.mean() == pytest.approx(1, abs=0.1)
@@ -154,7 +164,7 @@ def test_controlled_volume_of_the_whole_run_is_within_a_tenth(task, ratio, steps
 
 
 @pytest.mark.parametrize("options", [{"compress_ratio": 0.01}, {"compress_ratio": 0.002, "tune_steps": 40}], ids=str)
-@pytest.mark.parametrize("task", [logistic, perceptron])
+@pytest.mark.parametrize("task", rest_slow([perceptron, logistic], 1))
 def test_a_short_probe_predicts_the_volume_of_the_run(task, options):
     """The threshold is chosen once, and the statistics say how far off the volume is."""
     densities, sim = run(task, 400, **options)

@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 Row = dict[str, Any]
 
 # True under `--all`: the tests then run the full products. An environment variable, because parametrization at import
 # and the processes that tests start must see it too.
 ALL = os.environ.get("GRACE_TEST_ALL") == "1"
+
+
+def rest_slow(values: Sequence[Any], ordinary: int) -> list[Any]:
+    """Return the values of a parameter. Those after the first `ordinary` ones run under `--all` only."""
+    slow = (pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in values[ordinary:])
+    return [*values[:ordinary], *slow]
 
 
 def product(factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:

@@ -7,6 +7,7 @@ only reports what happened on its rank. The tests make the assertions.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -35,14 +36,40 @@ def serve(rank: int, modules: Iterable[ModuleType], after: Callable[[], Any] = l
             for line in stream:
                 name, arguments = json.loads(line)
                 started = time.monotonic(), time.process_time()
+                scenario = next(getattr(module, name) for module in modules if hasattr(module, name))
                 try:
-                    result = next(getattr(module, name) for module in modules if hasattr(module, name))(*arguments)
+                    with _measured(name):
+                        result = scenario(*arguments)
                 except Exception as error:
                     result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
                 after()
                 seconds = time.monotonic() - started[0], time.process_time() - started[1]
                 print(f"{name}: {seconds[0]:.1f} s, {seconds[1]:.1f} s of the processor", flush=True)
                 _send(stream, result)
+
+
+@contextlib.contextmanager
+def _measured(name: str) -> Iterator[None]:
+    """Record the lines of grace that a scenario runs, if scripts/alone.py asks for them."""
+    if "GRACE_TEST_COVERAGE" not in os.environ:
+        yield
+        return
+    import coverage
+
+    # Ranks run the same scenario at the same time, and some of them end by a signal: each scenario has its own file.
+    lines = coverage.Coverage(
+        data_file=os.environ["GRACE_TEST_COVERAGE"], data_suffix=True, config_file=False, source_pkgs=["grace"]
+    )
+    lines.start()
+    lines.switch_context(f"scenario.{name}")
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        lines.stop()
+        lines.save()
+        with open(os.environ["GRACE_TEST_COVERAGE"] + ".seconds", "a", encoding="utf-8") as file:
+            file.write(f"scenario.{name}\t{(time.monotonic() - started) / ranks()}\n")
 
 
 def _send(stream: Any, message: Any) -> None:

@@ -50,6 +50,17 @@ EXTRAS = registered.by_name([registered.default_method(c) for c in registered.ex
 # on the number of ranks or on the step. Contracts, golden bytes and papers have all methods.
 _FEW = (*WAYS, "signsgd", "dgc", "hardthreshold", "homomorphic", "gradiveq")
 TYPICAL = METHODS | EXTRAS if covering.ALL else {name: METHODS[name] for name in _FEW}
+
+
+class WithTypical:
+    """Let a contract of communicators meet the methods of TYPICAL, and all of them under `--all`."""
+
+    def served(self, communicator, size):
+        methods = list(super().served(communicator, size))
+        typical = [m for m in methods if covering.ALL or compressors.name_of(m.compressor) in TYPICAL]
+        return typical or methods
+
+
 PARTS = {"compressor": list(compressors), "memory": list(memories), "communicator": list(communicators)}
 COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in registered.valid_methods()}
 

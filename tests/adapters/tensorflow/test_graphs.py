@@ -29,6 +29,7 @@ from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload
 from tests.core import test_contracts
 from tests.core.test_contracts import reordered
 from tests.support import registered
+from tests.support.covering import rest_slow
 from tests.support.steps import CUTS, SPECS, TYPICAL, config, gradients, on_host, simulate, specs_in, states, step
 
 pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow is not installed")
@@ -207,14 +208,16 @@ def test_steps_in_a_graph_are_those_of_numpy(compressor):
     check_steps(registered.default_method(compressor))
 
 
-@pytest.mark.parametrize(("name", "coding"), [("qsgd", "rans"), ("3lc", "smallest"), ("strom", "huffman")])
+@pytest.mark.parametrize(
+    ("name", "coding"), rest_slow([("3lc", "smallest"), ("qsgd", "rans"), ("strom", "huffman")], 1)
+)
 def test_coded_steps_in_a_graph_are_those_of_numpy(name, coding):
     """Bytes of fixed and of run-time length, and as many of them as in NumPy."""
     usual = registered.default_method(compressors.make(name))
     check_steps(dataclasses.replace(usual, communicator=communicators.make("allgather"), coding=Coding(coding)))
 
 
-@pytest.mark.parametrize("name", ["topk", "efsignsgd", "powersgd", "dgc"])
+@pytest.mark.parametrize("name", rest_slow(["topk", "efsignsgd", "powersgd", "dgc"], 2))
 def test_steps_without_roll_back_in_a_graph_are_those_of_numpy(name):
     check_steps(registered.default_method(compressors.make(name)), rollback=False)
 
@@ -235,7 +238,7 @@ def check_steps(chosen, **options):
     assert graph.traces == 1
 
 
-@pytest.mark.parametrize("name", ["topk", "threshold", "qsgd"])
+@pytest.mark.parametrize("name", rest_slow(["threshold", "topk", "qsgd"], 1))
 def test_statistics_of_tensors_in_a_graph_are_those_of_numpy(name):
     """Of tensors that are compressed as one, among them an empty one."""
     chosen = registered.default_method(compressors.make(name))

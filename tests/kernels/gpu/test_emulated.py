@@ -36,7 +36,7 @@ def test_same_bytes_as_on_the_cpu(name, dtype):
     assert not list(differences(name, EmulatedOps(), get_ops("torch", native=True), dtype, list(plans())))
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
+@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_order_of_threads_changes_nothing(monkeypatch, seed):
     """Another order of threads and blocks reveals a missing barrier, or a sum in the order of threads."""
     monkeypatch.setenv("GRACE_EMULATED_ORDER", seed)

@@ -1,0 +1,46 @@
+"""What `pytest` without arguments runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.launch import ROOT
+
+TESTS = """
+import pytest
+
+def test_alone(): pass
+
+@pytest.mark.processes
+def test_process(): pass
+
+@pytest.mark.distributed
+def test_ranks(): pass
+
+@pytest.mark.kernels
+def test_kernel(): pass
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), "1 passed"), (("-n", "0"), "1 passed"), (("-m", "processes"), "1 passed"), (("tests",), "4 passed")],
+    ids=["all cores", "one worker", "a marker", "a folder"],
+)
+def test_without_a_file_or_a_marker_no_test_with_processes_runs(tmp_path, arguments, expected):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "test_some.py").write_text(TESTS, encoding="utf-8")
+    markers = "\n".join(f"    {name}" for name in ("distributed", "first", "kernels", "processes", "slow"))
+    settings = f"[pytest]\ntestpaths = tests\nmarkers =\n{markers}\n"
+    (tmp_path / "pytest.ini").write_text(settings, encoding="utf-8")
+    program = f"import sys, pytest; sys.path.insert(0, {str(ROOT)!r}); sys.exit(pytest.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "-q", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert expected in done.stdout, done.stdout + done.stderr
