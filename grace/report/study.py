@@ -17,7 +17,7 @@ USUAL_RANKS = 4
 SHORT = 3.0
 QUICK = (
     *RECOMMENDED, *SIXTEEN_BIT, "topk 10 %", "topk, no feedback", "topk EF21", "qsgd, feedback", "terngrad",
-    "terngrad, feedback", "dgc", "efsignsgd", "signsgd",
+    "terngrad, feedback", "efsignsgd", "signsgd",
 )  # fmt: skip
 
 
