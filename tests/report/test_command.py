@@ -16,6 +16,7 @@ from grace.report import runner
 from grace.report.cell import Cell
 from grace.report.command import duration
 from grace.report.methods import Method
+from grace.report.table import HEAD
 from tests.support.launch import ROOT
 
 TIMES = {"seconds", "compute_seconds", "exchange_seconds", "date"}
@@ -178,6 +179,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["report", *SMALL, "--output", str(tmp_path / "file")]) == 2
     assert "--output: '" in capsys.readouterr().err
+
+
+def test_the_page_names_every_option_and_the_columns_of_the_tables():
+    commands = next(action for action in cli.make_parser()._actions if action.choices and "report" in action.choices)
+    options = [option for action in commands.choices["report"]._actions for option in action.option_strings]
+    page = (ROOT / "docs/report.md").read_text(encoding="utf-8")
+    assert [option for option in options if option not in ("-h", "--help") and f"`{option}`" not in page] == []
+    assert [name for name in HEAD[1:] if f"| `{name}` |" not in page] == []
 
 
 def test_durations_are_for_people():
