@@ -32,7 +32,8 @@ def add_report(commands: Any) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="few methods and short runs: 15 minutes on two cores")
     names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all)")
-    told = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; none always takes part"
+    told = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; "
+    told += "none, bf16 and fp16 always take part (default: as in the study)"
     methods = add("--methods", nargs="+", metavar="NAME", help=told)
     add("--seeds", nargs="+", type=int, metavar="N", help="seeds of weights and data (default: as in the study)")
     add("--ranks", nargs="+", type=int, metavar="N", help="numbers of simulated ranks (default: as in the study)")

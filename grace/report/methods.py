@@ -11,8 +11,10 @@ from grace.core.config.recommended import STARTS
 from grace.core.errors import IncompatibleError
 
 DENSE = "none"
-# What a user gets by changing one word. Every table has them, because the gain over them counts, not that over 32 bits.
+# What a user gets by changing one word: the gain over them counts, and not that over 32 bits.
 SIXTEEN_BIT = ("bf16", "fp16")
+# Every table has them.
+BASELINES = (DENSE, *SIXTEEN_BIT)
 RECOMMENDED = tuple(dict.fromkeys(start.config["compressor"] for start in STARTS))
 # Compressors that GRACE compared (Table I), with their default options here.
 TABLE_1 = (
@@ -59,15 +61,15 @@ class Method(NamedTuple):
 
 def methods() -> dict[str, Method]:
     """Return the methods of the study by label, uncompressed training first."""
-    names = (DENSE, *SIXTEEN_BIT, *RECOMMENDED, *TABLE_1, *OTHERS)
+    names = (*BASELINES, *RECOMMENDED, *TABLE_1, *OTHERS)
     plain = [Method(name, {"compressor": name}) for name in dict.fromkeys(names)]
     settings = [Method(label, config) for label, config in SETTINGS.items()]
-    switched = [other for method in plain if method.label not in (DENSE, *SIXTEEN_BIT) for other in _switched(method)]
+    switched = [other for method in plain if method.label not in BASELINES for other in _switched(method)]
     return {method.label: method for method in (*plain, *settings, *switched)}
 
 
 def chosen(given: Sequence[str] | None) -> list[Method]:
-    """Return the methods of the study that `--methods` names, or all; the first one is uncompressed training.
+    """Return the baselines and the methods of the study that `--methods` names, or all; the first is uncompressed.
 
     A name that is no label is a compressor, with options as `grace bench` takes them. Raises ConfigError if there is
     none of that name, or if the options do not fit.
@@ -75,7 +77,7 @@ def chosen(given: Sequence[str] | None) -> list[Method]:
     known = methods()
     if given is None:
         return list(known.values())
-    found = {DENSE: known[DENSE]}
+    found = {label: known[label] for label in BASELINES}
     for text in given:
         if text in known:
             found[text] = known[text]

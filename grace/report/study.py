@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from grace.report.cell import FACTORS, SHORTER, Cell
-from grace.report.methods import DENSE, RECOMMENDED, SIXTEEN_BIT, chosen
+from grace.report.methods import BASELINES, DENSE, RECOMMENDED, chosen
 from grace.report.task import find_task
 
 SEEDS = (0, 1, 2)
@@ -16,7 +16,7 @@ USUAL_RANKS = 4
 # recommended. Uncompressed training is one of them: how much its runs differ is the noise.
 SHORT = 3.0
 QUICK = (
-    *RECOMMENDED, *SIXTEEN_BIT, "topk 10 %", "topk, no feedback", "topk EF21", "qsgd, feedback", "terngrad",
+    *BASELINES, *RECOMMENDED, "topk 10 %", "topk, no feedback", "topk EF21", "qsgd, feedback", "terngrad",
     "terngrad, feedback", "efsignsgd", "signsgd",
 )  # fmt: skip
 

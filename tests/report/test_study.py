@@ -44,7 +44,8 @@ def test_the_short_study_ends_in_time_and_has_a_noise_floor_and_16_bits_everywhe
 def test_what_is_named_is_trained():
     found = cells(["mf"], quick=True, methods=["topk"], seeds=[5, 6], ranks=[3])
     assert [str(cell) for cell in found] == [
-        f"mf, {label}, 3 ranks, seed {seed}" for label in (DENSE, "topk") for seed in (5, 6)
+        *(f"mf, {DENSE}, 3 ranks, seed {seed}" for seed in (5, 6)),
+        *(f"mf, {label}, 3 ranks, seed {seed}" for seed in (5, 6) for label in (*SIXTEEN_BIT, "topk")),
     ]
 
 
