@@ -35,14 +35,16 @@ class Segmentation(TorchTraining):
 
 @register
 class Shapes(Task):
-    """A U-Net that finds ellipses among bars on a noisy ground, 116,000 parameters."""
+    """A U-Net that finds ellipses among bars on a noisy ground, 68,000 parameters."""
 
     name, title = "unet", "U-Net on drawn shapes"
     metric, higher_is_better = "intersection over union", True
     steps, quick_steps = 250, 100
-    batch, lr, momentum = 8, 5e-3, 0.9
-    seconds = 8.0
+    # Intersection over union of seeds 0 and 2: 0.762 and 0.687 with 0.005, 0.704 and 0.762 with 0.01, from `grace
+    # report --quick --tasks unet --methods none`.
+    batch, lr, momentum = 8, 1e-2, 0.9
+    seconds = 11.0
 
     def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Segmentation:
         run = Run(seed, ranks, self.batch, steps, lr, momentum)
-        return Segmentation(run, run.seeded(lambda: UNet(1, 8, (8, 16, 32), 64)), shapes())
+        return Segmentation(run, run.seeded(lambda: UNet(1, 12, (12, 24), 48)), shapes())

@@ -58,6 +58,8 @@ class Cnn(_Vision):
 
     name, title = "cnn", "convolutional network on digits"
     steps, quick_steps = 300, 150
+    # Loss, mean of three seeds: 0.204, 0.194, 0.191 with 0.03, 0.05, 0.07, from `grace report --quick --tasks cnn
+    # --methods none`; accuracy 0.941, 0.949, 0.949. Of 300 steps with seed 0, 0.1 is worse, and 0.2 diverges.
     batch, lr, seconds = 16, 0.05, 4.0
 
     def model(self, images: Images, data: Path | None) -> nn.Module:
@@ -75,7 +77,9 @@ class SmallResNet(_Vision):
 
     name, title = "resnet", "residual network on digits"
     steps, quick_steps = 300, 150
-    batch, lr, seconds = 16, 0.4, 10.0
+    # Loss, mean of three seeds: 0.267, 0.257, 0.217 with 0.2, 0.4, 0.8, from `grace report --quick --tasks resnet
+    # --methods none`; accuracy 0.934, 0.935, 0.941. With 1.6, seeds 0 and 1 have 0.247 and 0.282.
+    batch, lr, seconds = 16, 0.8, 10.0
 
     def model(self, images: Images, data: Path | None) -> nn.Module:
         return ResNet() if data else ResNet(images.images.shape[1], (8, 16, 32), 1, 10)
