@@ -10,6 +10,7 @@ from tests.support.ranks import on, scenario
 pytestmark = pytest.mark.distributed
 
 TWO, TWO_TENSORFLOW = (Launch(worker, "horovodrun-gloo", 2) for worker in (TORCH, TENSORFLOW))
+TORCHRUN = Launch(TORCH, "torchrun", 2)
 
 
 @on(TWO)
@@ -39,7 +40,9 @@ def test_states_are_carried_over_where_the_first_step_of_a_stage_is_dropped_or_l
 
 
 # Four ranks matter to what is scheduled, which other tests cover, and not to the schedule.
-each_schedule = on(TWO, Launch(TORCH, "mpirun", 4), Launch(TORCH, "torchrun", 2), TWO_TENSORFLOW)
+# Under Horovod, PyTorch schedules by the same code.
+LAUNCHES = TORCHRUN, TWO, Launch(TORCH, "mpirun", 4), TWO_TENSORFLOW
+each_schedule = on(*LAUNCHES, usual={TORCHRUN})
 
 
 def ask(name, launch):
@@ -84,7 +87,7 @@ def test_residuals_follow_the_learning_rate(launch):
         assert all("learning rate" in result.get("tape", "learning rate") for result in ranks), ranks
 
 
-@each_schedule
+@on(*LAUNCHES, usual={TORCHRUN, TWO_TENSORFLOW})
 def test_weights_meet_after_local_steps(launch):
     ranks = ask("local_steps", launch)
     for name in ("none", "qsparse"):

@@ -53,6 +53,7 @@ def test_errors_of_given_methods(own):
 SHORT = ("--lr", 0.1, "--epochs", 1, "--seeds", 0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_accuracy_of_given_methods(own):
     rows, _ = run("accuracy.py", "--compressors", "bytes:levels=7", "--import", own, *SHORT)
@@ -75,7 +76,7 @@ def test_a_wrong_method_is_one_line(name):
     assert "quantum" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", [("--epochs", 0), ("--lr", -1)])
+@pytest.mark.parametrize("arguments", [("--epochs", 0), pytest.param(("--lr", -1), marks=pytest.mark.slow)])
 def test_wrong_numbers_are_refused(arguments):
     _, said = run("accuracy.py", *arguments, status=2)
     assert said.splitlines()[-1] == "accuracy.py: error: expected --epochs of at least 1 and a positive --lr"

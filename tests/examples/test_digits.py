@@ -15,7 +15,7 @@ from grace.core.config.registry import compressors
 from grace.core.spec import TensorSpec
 from grace.core.wire.layout import payload_bytes
 from grace.listing import sent_fields
-from tests.support.covering import ALL
+from tests.support.covering import ALL, rest_slow
 from tests.support.launch import ROOT, TENSORFLOW, TORCH, Launch, command
 from tests.support.ranks import on, scenario
 
@@ -84,7 +84,7 @@ MOST_AT_FIRST = {
 
 
 # To train to the end takes long.
-@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "keras", "tensorflow"])
+@pytest.fixture(scope="module", params=rest_slow(["keras", "tensorflow", "torch"], 1))
 def framework(request):
     return request.param
 

@@ -78,6 +78,7 @@ def test_one_rank_trains_without_compression_and_warns(trainer, whole):
     assert result(done) == {"replicas": True, "logged": []}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_state_warns(trainer, whole, tmp_path):
     folder = shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     for file in folder.rglob("grace-rank-*.pt"):
@@ -91,6 +92,7 @@ def test_a_checkpoint_without_a_state_warns(trainer, whole, tmp_path):
     assert (result(done)["began"], set(result(done)["held back"].values())) == (0, {0.0})
 
 
+@pytest.mark.slow
 def test_a_missing_file_of_a_rank_is_an_error(trainer, whole, tmp_path):
     folder = shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     files = list(folder.rglob("grace-rank-1.pt"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from grace.core.config.config import make_config
@@ -112,14 +112,12 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
 def rows(
     factors: dict[str, list[Any]],
     valid: Callable[[dict[str, Any]], bool],
-    apart: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, Any]]:
     """Return the rows of real exchanges to test, a covering array; under `--all` also every row of one launch.
 
-    Two factors in `apart` need not meet in every pair without `--all`.
     The launch decides who moves the bytes, and nothing else. The product over all launches takes hours.
     """
-    chosen = pairwise(factors, valid, apart=() if ALL else apart)
+    chosen = pairwise(factors, valid)
     if ALL:
         full = product(factors, lambda row: (row["launcher"], row["ranks"]) == _FULL and valid(row))
         chosen += [row for row in full if row not in chosen]

@@ -35,11 +35,8 @@ def pairwise(
     factors: Mapping[str, Sequence[Any]],
     valid: Callable[[Row], bool] = lambda row: True,
     seed: int = 0,
-    apart: Sequence[tuple[str, str]] = (),
 ) -> list[Row]:
     """Return valid rows that cover every pair of values of any two factors that some valid row contains.
-
-    Two factors in `apart` need not meet in every pair: other tests combine them.
 
     Greedy: the next row is the one with the most pairs not covered yet; among equals a random generator with a fixed
     seed decides. The same arguments give the same rows. Rows keep the order of the full product.
@@ -50,14 +47,14 @@ def pairwise(
     # The places in `order` of the rows with a pair that no chosen row contains, and each row's number of such pairs.
     missing: dict[Any, list[int]] = {}
     for place, i in enumerate(order):
-        for pair in pairs(candidates[i], apart):
+        for pair in pairs(candidates[i]):
             missing.setdefault(pair, []).append(place)
     counts = np.bincount(list(itertools.chain.from_iterable(missing.values())), minlength=len(order))
     chosen: list[int] = []
     while missing:
         best = order[int(counts.argmax())]
         chosen.append(best)
-        for pair in pairs(candidates[best], apart):
+        for pair in pairs(candidates[best]):
             counts[missing.pop(pair, [])] -= 1
     return [candidates[i] for i in sorted(chosen)]
 
@@ -90,11 +87,10 @@ def pairs_of(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
     return product(factors) if ALL else pairwise(factors)
 
 
-def pairs(row: Row, apart: Sequence[tuple[str, str]] = ()) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield the pairs of a row: two factors that are not `apart`, with their values. One factor alone pairs itself."""
+def pairs(row: Row) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield the pairs of a row: two factors with their values. One factor alone pairs itself."""
     if len(row) == 1:
         ((name, value),) = row.items()
         yield name, value, name, value
     for (a, x), (b, y) in itertools.combinations(row.items(), 2):
-        if (a, b) not in apart and (b, a) not in apart:
-            yield a, x, b, y
+        yield a, x, b, y

@@ -42,18 +42,6 @@ def test_the_same_arguments_give_the_same_rows_whatever_the_global_generator_say
     assert covering.pairwise(FACTORS, constraint, seed=1) != first
 
 
-def test_factors_that_are_apart_meet_the_others_only():
-    apart = [("communicator", "method"), ("method", "ranks")]
-    rows = covering.pairwise(FACTORS, constraint, apart=apart)
-    possible = {pair for row in covering.product(FACTORS, constraint) for pair in covering.pairs(row, apart)}
-    assert {pair for row in rows for pair in covering.pairs(row, apart)} == possible
-    assert {(a, b) for a, _, b, _ in possible} == {
-        ("method", "granularity"), ("communicator", "granularity"), ("communicator", "ranks"), ("granularity", "ranks")
-    }  # fmt: skip
-    # Methods and granularities alone need 16 rows.
-    assert len(rows) <= 18
-
-
 def test_one_factor_or_two_give_the_product():
     assert covering.pairwise({"a": [1, 2, 3]}) == [{"a": 1}, {"a": 2}, {"a": 3}]
     factors = {"a": [1, 2], "b": [3, 4]}

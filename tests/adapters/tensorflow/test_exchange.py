@@ -8,7 +8,7 @@ from grace.core.config.registry import compressors
 from grace.core.methods.compressor import usual_communicator
 from tests.support import cases, half_precision, nodes
 from tests.support.cases import TENSORFLOW_MPI
-from tests.support.covering import ALL
+from tests.support.covering import ALL, once
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 from tests.support.registered import OF_SHARDS
@@ -24,8 +24,6 @@ ALONE, GLOO_2, MPI_2, GLOO_4 = (
 ELSEWHERE = ("fp16", "threshold", "powersgd")
 # By mpirun, only the collectives that the three usually need.
 BY_MPIRUN = {(name, usual_communicator(compressors.make(name))) for name in ELSEWHERE}
-# On four ranks, only what has more rounds or other partners than on two.
-ON_FOUR = {("threshold", "hierarchical"), ("powersgd", "allreduce")}
 
 
 def _exchanges(row):
@@ -42,8 +40,6 @@ def _exchanges(row):
         return row["method"] in WAYS
     if (row["granularity"], row["mode"]) != ("bucket", "graph"):
         return False
-    if launch == ("horovodrun-gloo", 4):
-        return (row["method"], row["communicator"]) in ON_FOUR
     return launch == ("mpirun", 2) and (row["method"], row["communicator"]) in BY_MPIRUN
 
 
@@ -51,34 +47,35 @@ def _exchanges(row):
 TRAINED = [
     {"method": method, "launcher": launch.launcher, "ranks": launch.ranks}
     for launch in (ALONE, GLOO_2)
-    for method in (WAYS if ALL else (*ELSEWHERE, "none", "topk") if launch == GLOO_2 else ELSEWHERE)
+    for method in WAYS
 ]
 
-GIVEN = cases.rows(
-    {
-        **cases.method_factors(),
-        "granularity": ["layer", "bucket", "model"],
-        # By turns, every second step is eager.
-        "mode": ["graph", "eager", "by turns"] if ALL else ["graph", "by turns"],
-        **cases.launch_factors(TENSORFLOW),
-    },
-    _exchanges,
-    # What a method, a communicator and a granularity make of each other does not depend on the framework. PyTorch has
-    # all pairs.
-    apart=[("method", "communicator"), ("method", "granularity"), ("communicator", "granularity")],
-) + [
-    row
-    for row in cases.rows_of_combinations(
-        [("horovodrun-gloo", 2), ("horovodrun-gloo", 4)], granularity="layer", mode="graph"
-    )
-    # On four ranks, only what has more rounds or other partners than on two.
-    if row["ranks"] == 2 or row["method"] == "tree"
+_FACTORS = {
+    **cases.method_factors(),
+    "granularity": ["layer", "bucket", "model"],
+    # By turns, every second step is eager.
+    "mode": ["graph", "eager", "by turns"] if ALL else ["graph", "by turns"],
+    **cases.launch_factors(TENSORFLOW),
+}
+# What a method, a communicator and a granularity make of each other does not depend on the framework. PyTorch has all
+# pairs, and grace.mpi the combinations.
+GIVEN = [
+    *(cases.rows(_FACTORS, _exchanges) if ALL else once(_FACTORS, _exchanges)),
+    *(
+        row
+        for row in cases.rows_of_combinations(
+            [("horovodrun-gloo", 2), ("horovodrun-gloo", 4)], granularity="layer", mode="graph"
+        )
+        # On four ranks, only what has more rounds or other partners than on two.
+        if (row["method"] == "tree" if row["ranks"] == 4 else ALL or row["method"] in ("coded", "dore"))
+    ),
 ]
 
 each_training = on(*cases.launches(TENSORFLOW, TRAINED))
 each_exchange = on(*cases.launches(TENSORFLOW, GIVEN), usual=(GLOO_2, MPI_2))
 
 
+@pytest.mark.slow
 @each_training
 def test_weights_are_identical_on_all_ranks_with_every_method(launch):
     ranks = scenario("trained", launch, cases.rows_of(launch, TRAINED))
@@ -88,6 +85,7 @@ def test_weights_are_identical_on_all_ranks_with_every_method(launch):
         assert result["moved"], label
 
 
+@pytest.mark.slow
 @each_training
 def test_reported_bytes_are_the_bytes_handed_to_collectives_by_fit(launch):
     for rank in scenario("trained", launch, cases.rows_of(launch, TRAINED)):
@@ -148,6 +146,7 @@ def test_nan_and_inf_reach_all_ranks_and_no_residual(launch):
                 assert step["state kept"] or not result["guarded"], label
 
 
+@pytest.mark.slow
 @on(ALONE, GLOO_2, TENSORFLOW_MPI)
 def test_none_equals_one_process_on_the_joined_batch(launch):
     for rank in scenario("none_and_one_process", launch):
@@ -199,6 +198,7 @@ def test_process_sets_train_apart(launch):
         assert ranks[0][label] != ranks[1][label], label
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_two_optimizers_and_a_tape_do_not_mix(launch):
     ranks = scenario("two_optimizers", launch)
@@ -226,6 +226,7 @@ def test_the_keras_optimizer_of_horovod_diverges_and_that_of_grace_does_not(laun
     )
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_batches_of_any_size_use_one_trace_and_the_order_of_traces_does_not_matter(launch):
     ranks = scenario("shapes", launch)
@@ -235,6 +236,7 @@ def test_batches_of_any_size_use_one_trace_and_the_order_of_traces_does_not_matt
     assert len(ranks[0]["collectives"]) > 1
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_dtypes_empty_tensors_and_frozen_layers(launch):
     ranks = scenario("dtypes", launch, ["none", "topk", "bf16", "powersgd"] if ALL else ["topk", "powersgd"])
@@ -247,6 +249,7 @@ def test_dtypes_empty_tensors_and_frozen_layers(launch):
     assert not ranks[0]["frozen"]["planned"]
 
 
+@pytest.mark.slow
 @on(GLOO_2, TENSORFLOW_MPI)
 def test_checkpoint_of_another_rank_loads_with_a_message(launch):
     ranks = scenario("foreign_checkpoint", launch)
@@ -291,6 +294,7 @@ def test_fresh_models_go_on_from_checkpoints_of_every_kind(launch):
         assert result["equal"], label
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_a_tape_goes_on_from_a_checkpoint(launch):
     ranks = scenario("resume_tape", launch)

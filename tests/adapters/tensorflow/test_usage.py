@@ -43,6 +43,7 @@ def test_every_way_to_train_gives_the_same_bits(launch):
     assert len({ways["graph"] for ways in ranks[0].values()}) == len(METHODS)
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_options_of_optimizers_see_the_merged_gradient(launch):
     ranks = scenario("options_of_optimizers", launch, COMPRESSED)
@@ -122,6 +123,7 @@ def test_memories_do_not_depend_on_the_scale(launch):
     assert same([[kinds["fixed"][0] for kinds in rank.values()] for rank in ranks])
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_saved_models_go_on_exactly(launch):
     ranks = scenario("saved_models", launch, SAVED)
@@ -143,6 +145,7 @@ def test_checkpoints_of_tensorflow_go_on_exactly(launch):
         assert whole == resumed, label
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_one_file_for_all_ranks_starts_foreign_memories_from_zero(launch):
     ranks = scenario("one_file", launch)
@@ -165,6 +168,7 @@ def test_configurations_survive_a_round_trip(launch):
     assert ranks[0]["passes"] == [2, 2]
 
 
+@pytest.mark.slow
 @on(Launch(TENSORFLOW, "python", 1))
 def test_a_fresh_process_loads_without_horovod_and_goes_on(launch):
     (result,) = scenario("fresh_process", launch)
@@ -196,6 +200,7 @@ def test_ranks_start_alike_and_keep_their_memories(launch):
         assert rank["different"].startswith("MismatchError: rank 1 and rank 0 were started differently: variable 1 is ")
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_repeated_fits_trace_no_graph_again_and_keep_no_variable(launch):
     """TensorFlow warns of a graph that is traced again and again after the fifth time."""
@@ -266,6 +271,7 @@ def test_process_sets_train_apart(launch):
     assert ranks[0]["loss"] != ranks[1]["loss"]
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_embeddings_travel_as_rows_or_compressed(launch):
     ranks = scenario("embeddings", launch, EMBEDDED)
@@ -309,6 +315,7 @@ def test_a_rank_without_rows_takes_part(launch):
     assert ranks[0]["moved"] == [True, True, True]
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_tapes_give_the_same_bits_as_optimizers(launch):
     ranks = scenario("tapes", launch, METHODS)
@@ -318,6 +325,7 @@ def test_tapes_give_the_same_bits_as_optimizers(launch):
         assert len(set(ways.values())) == 1, (label, ways)
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
     ranks = scenario("tape_checkpoint", launch)
@@ -383,6 +391,7 @@ def test_nothing_is_lost_of_gradients_that_some_ranks_lack(launch):
         assert found[0]["lost"] < 1e-5, label
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_two_models_have_their_own_memories_and_take_them_along(launch):
     ranks = scenario("two_models", launch)

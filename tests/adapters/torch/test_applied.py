@@ -14,7 +14,7 @@ HOROVOD = Launch(TORCH, "horovodrun-gloo", 2)
 TWO, FOUR = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 4))
 
 
-@on(HOROVOD, TWO)
+@on(TWO, HOROVOD, usual={TWO})
 def test_gradients_that_are_dropped_leave_nothing_behind(launch):
     ranks = scenario("dropped_passes", launch)
     for label in ranks[0]:

@@ -10,9 +10,11 @@ from tests.support.ranks import on, same, scenario
 pytestmark = pytest.mark.distributed
 
 TWO, TORCHRUN = (Launch(TORCH, launcher, 2) for launcher in ("horovodrun-gloo", "torchrun"))
+# Steps of torch.distributed are dropped by the tests of DDP and FSDP2, too.
+each_library = on(TWO, TORCHRUN, usual={TWO})
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_training_goes_on_after_a_dropped_step_as_if_it_had_never_begun(launch):
     ranks = scenario("discarded", launch)
     for label in ranks[0]:
@@ -20,7 +22,7 @@ def test_training_goes_on_after_a_dropped_step_as_if_it_had_never_begun(launch):
         assert all(rank[label]["equal"] for rank in ranks), label
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_a_step_that_failed_is_refused_with_the_way_back(launch):
     ranks = scenario("discarded", launch)
     for label in ranks[0]:
@@ -37,7 +39,7 @@ def test_a_step_that_failed_is_refused_with_the_way_back(launch):
                 assert "optimizer.grace.discard() on all ranks" in text, label
 
 
-@on(TWO, TORCHRUN, Launch(TORCH, "torchrun", 4), Launch(TORCH, "mpirun", 4))
+@on(TORCHRUN, TWO, Launch(TORCH, "torchrun", 4), Launch(TORCH, "mpirun", 4), usual={TORCHRUN})
 def test_ranks_connect_after_some_have_timed_out_in_discard(launch):
     ranks = scenario("lone_discards", launch)
     for label in {label for rank in ranks for label in rank}:
@@ -53,7 +55,7 @@ def test_ranks_connect_after_some_have_timed_out_in_discard(launch):
                 assert "discard() on all ranks" in after, label
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_a_step_can_be_dropped_with_every_argument(launch):
     ranks = scenario("discarded_with_options", launch)
     for label in ranks[0]:
@@ -61,7 +63,7 @@ def test_a_step_can_be_dropped_with_every_argument(launch):
         assert all(rank[label]["equal"] for rank in ranks), label
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_a_step_of_scaled_gradients_can_be_dropped_at_every_point(launch):
     ranks = scenario("discarded_with_a_scaler", launch)
     for label in ranks[0]:
@@ -72,7 +74,7 @@ def test_a_step_of_scaled_gradients_can_be_dropped_at_every_point(launch):
             assert bool(rank[label]["error"]) == ("error" in label), label
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_residuals_start_from_zero_after_a_dropped_step_without_roll_back(launch):
     ranks = scenario("discarded_without_rollback", launch)
     for label in ranks[0]:
@@ -85,7 +87,7 @@ def test_residuals_start_from_zero_after_a_dropped_step_without_roll_back(launch
             assert rank[label]["moved"] == [True, True, False, True, True], label
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_a_checkpoint_brings_ranks_together_that_an_error_parted(launch):
     ranks = scenario("parted", launch)
     assert same(ranks)
@@ -94,7 +96,7 @@ def test_a_checkpoint_brings_ranks_together_that_an_error_parted(launch):
     assert ranks[0]["equal"]
 
 
-@on(TWO, TORCHRUN)
+@each_library
 def test_a_rank_that_waits_says_for_what_and_ends(launch):
     ranks = scenario("waits", launch)
     assert same([rank.pop("weights") for rank in ranks])

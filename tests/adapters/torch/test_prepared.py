@@ -18,7 +18,7 @@ def test_every_scheduler_of_pytorch_has_a_case(launch):
     assert result["cases"] == result["known"]
 
 
-@on(HOROVOD, TORCHRUN, Launch(TORCH, "torchrun", 4))
+@on(TORCHRUN, HOROVOD, Launch(TORCH, "torchrun", 4), usual={TORCHRUN})
 def test_a_scheduler_works_before_the_optimizer_is_wrapped_as_after(launch):
     ranks = scenario("schedulers", launch)
     for label in ranks[0]:
