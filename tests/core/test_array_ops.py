@@ -18,6 +18,7 @@ from grace.core.spec import Key
 from grace.testing.harness import EPS, FRAMEWORKS, array, flushed_below, host, same
 from grace.testing.traced import traced_ops
 from tests.support import composite_results
+from tests.support.covering import ALL
 from tests.support.registered import BACKENDS, ops_of
 
 N = 1003
@@ -160,7 +161,9 @@ def check_composite(ops, call):
 @pytest.mark.parametrize("name", composite_results.CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_composites_equal_plain_numpy(backend, name):
-    for n, dtype in (*((n, "float32") for n in composite_results.SIZES), (9, "float64"), (1000, "float64")):
+    plans = [*((n, "float32") for n in composite_results.SIZES), (9, "float64"), (1000, "float64")]
+    # Their sizes matter to NumPy's kernels, which are those of the other frameworks.
+    for n, dtype in plans if ALL or backend.startswith("numpy") else [plans[0], plans[4], plans[-1]]:
         for call in composite_results.CASES[name](n, dtype):
             check_composite(ops_of(backend), call)
 

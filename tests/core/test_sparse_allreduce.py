@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from grace.core.wire.codings import Coding
 from grace.testing import CommunicatorContract
 from grace.testing.communicator_contract import residuals
 from grace.testing.harness import FRAMEWORKS
-from tests.support.covering import ALL, rest_slow
+from tests.support.covering import ALL
 from tests.support.steps import WithTypical, assert_same, gradient, gradients, in_a_graph, simulate, states, step
 
 REDUCTIONS = ["split", "union", "tree"]
@@ -219,13 +218,10 @@ def test_frameworks_agree(framework, reduction, name):
     assert_same(states(numpy), states(other))
 
 
-# Tracing takes seconds, and the length of a payload matters to no reduction alone.
-@pytest.mark.parametrize(
-    ("reduction", "name"),
-    rest_slow(
-        [("tree", "topk"), *itertools.product(("split", "union"), ["topk", "threshold"]), ("tree", "threshold")], 1
-    ),
-)
+# Tracing takes seconds, and ranks with TensorFlow run it in a graph.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["topk", "threshold"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_graph_gives_the_same(reduction, name):
     chosen = method(
         {"name": name, "threshold": 1.5} if name == "threshold" else {"name": name, "compress_ratio": 0.05}, reduction

@@ -15,7 +15,6 @@ from grace.core.errors import ConfigError
 from grace.core.observe.timeline import PHASES, Timeline, Times
 from grace.testing.harness import FRAMEWORKS
 from tests.support import registered
-from tests.support.covering import rest_slow
 from tests.support.steps import each, gradients, simulate, step
 from tests.support.trace_checks import check_phases, check_trace, phases_in, steps_in
 
@@ -239,7 +238,8 @@ graphs = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFlow i
 
 
 @graphs
-@pytest.mark.parametrize("name", rest_slow(["threshold", "powersgd"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["threshold", "powersgd"])
 def test_a_graph_notes_the_same_moments_if_asked(tmp_path, name):
     from tests.adapters.tensorflow.test_graphs import Graph
 

@@ -1,4 +1,4 @@
-"""What `pytest` without arguments runs."""
+"""Plain `pytest` runs the tests that start no process, with any number of workers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def step_of(watch, release):
     """Return a step that waits until it is released, and fails if it was not."""
 
     def wait():
-        return np.float32(release.wait(2.5))
+        return np.float32(release.wait(4))
 
     @tf.function(autograph=False)
     def step(number):
@@ -57,7 +57,7 @@ def test_a_step_that_waits_ends_the_process_and_one_that_failed_does_not(ended):
     assert "rank 0 of 2 has waited 1 s for rank 1: step 7, the gradient of 'w'" in str(error)
     # The step has not ended, but this process goes on, also with TensorFlow.
     assert watch.under_way() == 7
-    end = time.monotonic() + 2
+    end = time.monotonic() + 4
     while time.monotonic() < end:
         tf.ones([]).numpy()
         time.sleep(0.01)
