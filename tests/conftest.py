@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 from collections import Counter
 
@@ -16,6 +17,8 @@ platform.processor()
 
 # What `pytest` leaves out if no file and no marker is named.
 ELSEWHERE = ("distributed", "processes", "kernels")
+# Whether this run is that one, also without words to look for (-k) and without --all.
+QUICK = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser):
@@ -24,11 +27,15 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Without a file, a marker and a number of workers: run the tests that start no process, on all cores."""
+    """Without a file, a marker and a number of workers: run the tests that start no process, on all cores.
+
+    Those of TensorFlow and of the methods of the literature are left to scripts/test.sh.
+    """
     if config.args_source != config.ArgsSource.TESTPATHS or config.option.markexpr:
         return
     # Workers get the arguments of the command line, not what is set here: so each of them sets it, too.
     config.option.markexpr = " and ".join(f"not {mark}" for mark in ELSEWHERE)
+    config.stash[QUICK] = not (config.option.keyword or config.getoption("--all"))
     is_worker = hasattr(config, "workerinput")
     if not is_worker and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:
         config.option.numprocesses = "auto"
@@ -48,12 +55,27 @@ def pytest_collection_modifyitems(config, items):
     from tests.support import ranks
 
     if not config.getoption("--all"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        _leave_out(config, items, {item for item in items if item.get_closest_marker("slow")})
+    if config.stash.get(QUICK, False):
+        _leave_out(config, items, {item for item in items if _is_rare(item.nodeid)})
     items[:] = ranks.grouped(items)
     # Long tests first: at the end, the other workers would wait for one.
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
+def _leave_out(config, items, chosen):
+    config.hook.pytest_deselected(items=list(chosen))
+    items[:] = [item for item in items if item not in chosen]
+
+
+def _is_rare(name):
+    """Return whether a test is about TensorFlow or a method of the literature, as its file and its parameters say."""
+    from grace import listing
+    from grace.core.config.registry import compressors
+
+    path, _, test = name.partition("::")
+    words = set(re.findall(r"[a-z0-9]+", f"{path} {test.partition('[')[2]}"))
+    return "tensorflow" in words or any(listing.of_literature(word) for word in words.intersection(compressors))
 
 
 # The table of times that scripts/test.sh prints. Tests that start pytest add nothing to it.

@@ -12,7 +12,8 @@ from tests.support.launch import ROOT
 TESTS = """
 import pytest
 
-def test_alone(): pass
+@pytest.mark.parametrize("name", ["topk", "szx", "tensorflow"])
+def test_alone(name): pass
 
 @pytest.mark.processes
 def test_process(): pass
@@ -28,10 +29,17 @@ def test_kernel(): pass
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [((), "1 passed"), (("-n", "0"), "1 passed"), (("-m", "processes"), "1 passed"), (("tests",), "4 passed")],
-    ids=["all cores", "one worker", "a marker", "a folder"],
+    [
+        ((), "1 passed"),
+        (("-n", "0"), "1 passed"),
+        (("-k", "alone"), "3 passed"),
+        (("-m", "processes"), "1 passed"),
+        (("-m", "not distributed and not processes and not kernels"), "3 passed"),
+        (("tests",), "6 passed"),
+    ],
+    ids=["all cores", "one worker", "words", "a marker", "as in test.sh", "a folder"],
 )
-def test_without_a_file_or_a_marker_no_test_with_processes_runs(tmp_path, arguments, expected):
+def test_plain_pytest_leaves_out_processes_tensorflow_and_the_literature(tmp_path, arguments, expected):
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
