@@ -24,7 +24,7 @@ from grace.core.errors import IncompatibleError
 from grace.core.plan.plan import make_plan
 from grace.core.session.simulation import Simulation, poll_all
 from grace.core.spec import Ranks, TensorSpec
-from grace.core.transport.collectives import Collective
+from grace.core.transport.collectives import Collective, copies
 from grace.core.wire.layout import payload_bytes
 from grace.listing import required, sent_fields
 
@@ -91,8 +91,8 @@ def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local
                     sent[other // local_size == rank // local_size] += x.nbytes
         else:
             # A ring; a program of nodes sends by alltoalls only.
-            share = 2 * (size - 1) / size if collective.kind == "allreduce" else size - 1
-            sent[0] += share * sum(x.nbytes for x in collective.sent_by(rank))
+            share = copies(collective.kind, size)
+            sent[0] += float(share * sum(x.nbytes for x in collective.sent_by(rank)))
         return start(collective, name)
 
     return start_and_count

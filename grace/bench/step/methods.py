@@ -8,6 +8,7 @@ from typing import Any
 
 from grace.bench.step import original
 from grace.bench.variants import Variant
+from grace.core.transport.collectives import copies
 
 # A step without any exchange: the time that remains if communication is free.
 COMPUTE = "compute"
@@ -86,9 +87,7 @@ def kept(exchange: Any) -> int:
 def hops(exchange: Any, ranks: int) -> int:
     """Return the bytes that a rank sends in a step, over all hops of Gloo's rings, from `stats()` of the last step.
 
-    For B bytes, a rank sends 2 (ranks - 1) / ranks B in an allreduce and (ranks - 1) B in an allgather or broadcast. An
-    alltoall sends each buffer to its receiver.
+    `copies` has the factors: 2 (ranks - 1) / ranks for an allreduce, 1 for an alltoall, else ranks - 1.
     """
-    factors = {"allreduce": 2 * (ranks - 1) / ranks, "alltoall": 1}
     sent = exchange.stats()["collectives"]
-    return round(sum(nbytes * factors.get(kind, ranks - 1) for kind, nbytes in sent.items()))
+    return round(sum(nbytes * copies(kind, ranks) for kind, nbytes in sent.items()))

@@ -20,6 +20,7 @@ from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, whole
 from grace.core.spec import ITEMSIZE, Key, Ranks, TensorSpec
+from grace.core.transport.collectives import copies
 
 _UNION = SparseAllreduce(reduction="union")
 # What is compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,
@@ -75,7 +76,7 @@ class Auto(Communicator):
         obstacle = _obstacle(TwoShot(), item.method)
         if obstacle and not best.communicator.adds and ranks.size > 2:
             why += f"; not by two_shot: {obstacle}"
-        dense = Fraction(2 * (ranks.size - 1), ranks.size) * item.spec.nbytes
+        dense = copies("allreduce", ranks.size) * item.spec.nbytes
         if best.nbytes is not None and best.nbytes > dense:
             why += f"; uncompressed, it would be {round(dense):,} bytes"
         return best.communicator, why
@@ -113,7 +114,7 @@ def _count(communicator: Communicator, item: Assignment, size: int) -> _Count:
     unit = dataclasses.replace(
         whole(dataclasses.replace(item, method=method)), addends=size if communicator.adds else 0
     )
-    ring, others = Fraction(2 * (size - 1), size), Fraction(size - 1)
+    ring, others = copies("allreduce", size), copies("allgather", size)
     payloads = others if communicator in (Allgather(), _UNION) else ring
     sent = unit.expected_bytes
     if sent is None:

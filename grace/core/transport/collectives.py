@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Sequence
+from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from grace.core.ops.composites import ArrayOps
@@ -35,6 +36,16 @@ class Collective(NamedTuple):
         if self.kind != "alltoall":
             return self.buffers
         return tuple({id(x): x for x in (*self.buffers[:rank], *self.buffers[rank + 1 :])}.values())
+
+
+def copies(kind: Kind, size: int) -> Fraction:
+    """Return how many times a byte that a rank hands to a collective leaves ranks of a ring, per rank.
+
+    2 (size - 1) / size in an allreduce, 1 in an alltoall, whose buffers have one receiver each, else size - 1.
+    """
+    if kind == "alltoall":
+        return Fraction(1)
+    return Fraction(2 * (size - 1), size) if kind == "allreduce" else Fraction(size - 1)
 
 
 #: A generator that yields the collectives of a round, which start together, gets their results in the same order, and
