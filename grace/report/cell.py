@@ -213,7 +213,12 @@ def read(cell: Cell, folder: Path) -> dict[str, Any] | None:
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
+    """Write a file of JSON at once."""
+    write_text(json.dumps(found, indent=1) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
     """Write a file at once: it has all of the text, or is not there."""
     draft = path.with_suffix(f".{os.getpid()}.part")
-    draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)

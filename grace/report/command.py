@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ def add_report(commands: Any) -> None:
         "report",
         help="train tasks with many methods on simulated ranks, and compare quality and bytes",
         description="Train every task with every method, number of ranks and seed, on simulated ranks. Each run has a "
-        "result file of its own: start the command again, and it trains what is missing.",
+        "result file of its own: start the command again, and it trains what is missing. report.html shows all.",
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="few methods and short runs: 15 minutes on two cores")
@@ -40,6 +41,7 @@ def add_report(commands: Any) -> None:
     add("--jobs", type=int, metavar="N", help="processes that train, each with one thread (default: one per core)")
     folder = f"folder of the results (default: {FOLDER}, with --quick {QUICK_FOLDER})"
     add("--output", type=Path, metavar="FOLDER", help=folder)
+    add("--codec", type=Path, metavar="FILE", help="results of `grace bench codec --json`, for the page")
     completed_by(names, lambda _: MODULES)
     completed_by(methods, lambda _: _labels())
     parser.set_defaults(run=run_report)
@@ -70,21 +72,36 @@ def run_report(args: argparse.Namespace) -> int:
         seeds=_once(args.seeds),
         ranks=_once(args.ranks),
     )
+    codec = args.codec and _codec(args.codec)
     folder = args.output or (QUICK_FOLDER if args.quick else FOLDER)
     jobs = args.jobs or len(os.sched_getaffinity(0))
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
-        return _study(wanted, folder, jobs)
+        return _study(wanted, folder, jobs, codec)
     except OSError as error:
         raise ConfigError(f"--output: '{error.filename}' cannot be written: {error.strerror}.") from None
+
+
+def _codec(path: Path) -> list[dict[str, Any]]:
+    """Return the results of `grace bench codec` in a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--codec: '{path}' cannot be read: {error}.") from None
+    if not (isinstance(found, list) and found and all(isinstance(x, dict) and "copy_times" in x for x in found)):
+        raise ConfigError(f"--codec: '{path}' has no results of codecs; write it by `grace bench codec --json {path}`.")
+    return found
 
 
 def _once(values: Sequence[int] | None) -> list[int] | None:
     return None if values is None else list(dict.fromkeys(values))
 
 
-def _study(wanted: Sequence[Cell], folder: Path, jobs: int) -> int:
-    from grace.report.cell import read, write
+def _study(wanted: Sequence[Cell], folder: Path, jobs: int, codec: Sequence[Mapping[str, Any]] | None) -> int:
+    from grace.report.cell import read, write, write_text
+    from grace.report.comparison import cases
+    from grace.report.findings import findings
+    from grace.report.page import page
     from grace.report.runner import TimeLeft, provenance, run
     from grace.report.table import printed, tables
 
@@ -130,9 +147,12 @@ def _study(wanted: Sequence[Cell], folder: Path, jobs: int) -> int:
         **provenance(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "tables": [table.to_dict() for table in tables(every)],
+        "findings": [line.to_dict() for line in findings(cases(every))],
         "cells": every,
     }
     write(everything, folder / "results.json")
+    write_text(page(every, codec), folder / "report.html")
+    print(f"\n{folder / 'report.html'}", flush=True)
     return int(any("error" in result for result in every))
 
 

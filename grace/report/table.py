@@ -118,11 +118,12 @@ def _text(table: Table) -> str:
     better = "higher" if task.higher_is_better else "lower"
     noise = "unknown" if table.noise is None else _number(table.noise)
     title = f"{table.task}: {task.title}, {task.metric} ({better} is better), {table.ranks} ranks; noise {noise}"
-    cells = align([HEAD, *(_cells(row, table) for row in table.rows)], right=(1, 3, 4, 5))
+    cells = align([HEAD, *(cells_of(row, table) for row in table.rows)], right=(1, 3, 4, 5))
     return "\n".join([*textwrap.wrap(title, WIDTH), *cells])
 
 
-def _cells(row: Row, table: Table) -> list[str]:
+def cells_of(row: Row, table: Table) -> list[str]:
+    """Return the texts of a row under `HEAD`."""
     label = textwrap.shorten(row.method, LABEL, placeholder="...") if " " in row.method else row.method
     label = label if len(label) <= LABEL else f"{label[: LABEL - 3]}..."
     share = f"{100 * row.bytes:.2f}"

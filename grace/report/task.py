@@ -73,6 +73,8 @@ class Task(ABC):
     #: "accuracy", "perplexity", "hit rate at 10", "intersection over union" or "loss".
     metric: str
     higher_is_better: bool
+    #: Name of the optimizer, as `Training.optimizer` has it.
+    optimizer: str
     #: Optimizer steps of a run in the full study, and of one by `--quick`.
     steps: int
     quick_steps: int

@@ -61,13 +61,18 @@ def test_a_second_start_trains_nothing_and_prints_the_same_table(report):
     assert output.startswith("8 cells, 0 of them done; about 1 s left with 2 processes\n")
     assert "\n8/8 mf, " in output
     assert len(found) == 9
+    page = (report.folder / "report.html").read_text()
+    assert output.endswith(f"\n{report.folder / 'report.html'}\n")
+    assert all(f"<td>{method}</td>" in page for method in (*BASELINES, "topk"))
     again = report(*SMALL)
     assert again[1].startswith("8 cells, 8 of them done; about 0 s left")
+    assert (report.folder / "report.html").read_text() == page
     assert table(again[1]) == table(output)
     assert results(again[3]) == results(found)
     everything = found["results.json"]
     assert sorted(map(json.dumps, everything["cells"])) == sorted(map(json.dumps, of_cells(found).values()))
     assert {row["method"] for row in everything["tables"][0]["rows"]} == {*BASELINES, "topk"}
+    assert {"paper", "section", "says", "holds", "number", "cells"} == set(everything["findings"][0])
     origin = {"command", "version", "commit", "machine", "system", "versions", "date"}
     assert all(cell.keys() >= origin for cell in everything["cells"])
 
@@ -173,6 +178,24 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(report, argument
     assert status == 2
     assert text in errors
     assert not list(report.folder.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read: [Errno 2]"),
+        ("{", "cannot be read: "),
+        ("[]", "has no results"),
+        ("[1]", "has no results"),
+    ],
+)
+def test_a_file_without_measurements_of_codecs_is_refused(report, tmp_path, content, text):
+    path = tmp_path / "codec.json"
+    if content is not None:
+        path.write_text(content)
+    status, _, errors, found = report(*SMALL, "--codec", str(path))
+    assert (status, found) == (2, {})
+    assert f"--codec: '{path}' {text}" in errors
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):

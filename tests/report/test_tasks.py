@@ -74,6 +74,7 @@ def test_a_memory_with_momentum_gets_an_optimizer_without(task):
     group = run._optimizer.param_groups[0]
     assert group["momentum" if "momentum" in group else "betas"] in (0, (0, group.get("betas", (0, 0))[1]))
     assert run.optimizer.adaptive == ("betas" in group)
+    assert run.optimizer.name == task.optimizer
 
 
 def test_the_quality_of_a_model_that_diverged_is_the_worst(task):

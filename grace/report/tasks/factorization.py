@@ -82,7 +82,7 @@ class Factorization(Task):
     """Factorization of a matrix of ratings."""
 
     name, title = "mf", "matrix factorization"
-    metric, higher_is_better = "loss", False
+    metric, higher_is_better, optimizer = "loss", False, "SGD"
     steps = quick_steps = 150
     batch, lr, momentum = 128, 1.5, 0.9
     seconds = 0.4

@@ -36,7 +36,7 @@ class Classification(TorchTraining):
 
 
 class _Vision(Task):
-    metric, higher_is_better = "accuracy", True
+    metric, higher_is_better, optimizer = "accuracy", True, "SGD"
     momentum = 0.9
 
     @abstractmethod

@@ -1,0 +1,193 @@
+"""The findings of the papers and the advice: they follow the numbers, and say what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from grace.report.comparison import cases, feedback_pairs
+from grace.report.findings import FINDINGS, advice, findings
+from tests.report.made import dense, error, run, runs
+
+MF, NCF = dense(), dense("ncf", compute=5e-2)
+# Sent bytes and times, by which a method is slower or faster than uncompressed training on every link.
+SLOW, FAST = {"exchange": 1.0}, {"exchange": 0.0, "share": 0.01}
+OTHERS = ("eden", "natural", "uniform", "blockwise", "powersgd")
+
+
+def methods(qualities, names=OTHERS, task="mf", **more):
+    return [run(name, quality, task=task, **more) for name, quality in zip(names, qualities, strict=True)]
+
+
+def line(says, results):
+    """Return the only finding that says this."""
+    (found,) = (found for found in findings(cases(results)) if says in found.says)
+    return found
+
+
+def hard(quality, share=0.02, curve=None, **more):
+    return run("hardthreshold", quality, share=share, curve=curve, **more)
+
+
+# By a part of the finding: results that reproduce it, and results that do not.
+BOTH = {
+    "1.3 % more": ([*MF, run("topk", 0.1)], [*dense(compute=1e-9), run("topk", 0.1, share=1000, exchange=0)]),
+    "comparable to the baseline": ([*MF, run("topk", 0.1)], [*MF, run("topk", 0.2)]),
+    "slightly above": ([*MF, run("topk", 0.08)], [*MF, run("topk", 0.2)]),
+    "bound by computation": (
+        [*MF, run("topk", 0.1, **FAST), *NCF, run("topk", 0.6, task="ncf", compute=5e-2, **SLOW)],
+        [*MF, run("topk", 0.1, **SLOW), *NCF, run("topk", 0.6, task="ncf", compute=5e-2, **FAST)],
+    ),
+    "falls by up to 10 %": ([*NCF, run("topk", 0.58, task="ncf")], [*NCF, run("topk", 0.5, task="ncf")]),
+    "1.5 to 4.5 times": (
+        [*dense("ncf", exchange=1.0), run("topk", 0.6, task="ncf", **FAST)],
+        [*NCF, run("topk", 0.6, task="ncf", **FAST)],
+    ),
+    "on NCF, stronger": tuple(
+        [*NCF, run("topk", quality, task="ncf"), run("topk 10 %", 0.6, task="ncf")] for quality in (0.5, 0.6)
+    ),
+    "elsewhere, stronger": tuple([*MF, run("topk", quality), run("topk 10 %", 0.1)] for quality in (0.1, 0.3)),
+    "improves sparsifiers": tuple([*MF, run("topk", q), run("topk, no feedback", 0.2)] for q in (0.1, 0.2)),
+    "harms QSGD": tuple([*MF, run("qsgd", 0.1), run("qsgd, feedback", quality)] for quality in (0.2, 0.1)),
+    "harms TernGrad": tuple([*MF, run("terngrad", 0.2), run("terngrad, feedback", q)] for q in (None, 0.1)),
+    "worsens Top-k": tuple(
+        [*NCF, run("topk", q, task="ncf"), run("topk, no feedback", 0.55, task="ncf")] for q in (0.5, 0.6)
+    ),
+    "performs well on all": tuple(
+        [*MF, run("topk", 0.1), *NCF, run("topk", quality, task="ncf")] for quality in (0.5, 0.6)
+    ),
+    "not strongly correlated": (
+        [
+            *MF, *NCF, *(run(m, 0.1 + n / 100, exchange=n / 100) for n, m in enumerate(OTHERS)),
+            *(run(m, 0.5 + n / 100, task="ncf", exchange=n / 100) for n, m in enumerate(OTHERS)),
+        ],
+        [*MF, *(run(m, 0.1 + n / 100, exchange=n / 100) for n, m in enumerate(OTHERS))],
+    ),
+    "more data gives a higher": tuple(
+        [*MF, *(run(m, 0.2 + sign * n / 100, share=0.1 + n / 100) for n, m in enumerate(OTHERS))] for sign in (-1, 1)
+    ),
+    "more data gives a lower": tuple([*MF, run("topk", 0.1), run("qsgd", q, share=0.5)] for q in (0.2, 0.1)),
+    "not negligible": tuple([*MF, run("topk", 0.1, exchange=seconds)] for seconds in (1e-2, 1e-6)),
+    "Random-k and 8-bit": tuple(
+        [*methods([0.1] * 5, exchange=1e-3), *methods([0.1] * 2, ("randomk", "eightbit"), exchange=t)]
+        for t in (1e-2, 1e-4)
+    ),
+    "Adaptive and DGC": tuple(
+        [*methods([0.1] * 5, exchange=1e-3), *methods([0.1] * 2, ("adaptive", "dgc"), exchange=t)]
+        for t in (1e-2, 1e-4)
+    ),
+    "SketchML": tuple(
+        [*methods([0.1] * 5, exchange=1e-3), run("sketchml", 0.1, exchange=t)] for t in (1e-2, 1e-4)
+    ),
+    "at 1 Gbit/s": (
+        # Uncompressed bytes take 12 microseconds at 1 Gbit/s and a tenth of them at 10, and their messages 150.
+        [*MF, run("topk", 0.1, share=0.0, exchange=156e-6)],
+        [*MF, run("topk", 0.1, **SLOW)],
+    ),
+    "best in all cases": (
+        [*MF, *NCF, *methods([0.1, 0.2], OTHERS[:2]), *methods([0.5, 0.6], OTHERS[:2], "ncf")],
+        [*MF, *NCF, *methods([0.1, 0.2], OTHERS[:2]), *methods([0.6, 0.5], OTHERS[:2], "ncf")],
+    ),
+    "faster without compression": ([*MF, run("topk", 0.1, **SLOW)], [*MF, run("topk", 0.1, **FAST)]),
+    "459 of 668": ([*MF, run("topk", 0.1, **SLOW)], [*MF, run("topk", 0.1, **FAST)]),
+    "heavy compression": tuple([*MF, run("topk", q, share=0.01), run("qsgd", 0.2, share=0.5)] for q in (0.3, 0.1)),
+    "ends better than top-k": tuple([*MF, run("topk", 0.2, share=0.02), hard(q)] for q in (0.1, 0.3)),
+    "converges faster": tuple(
+        [*MF, run("topk", 0.2, share=0.02), hard(0.2, curve=[[0, 1.0], [50, middle], [100, 0.2]])]
+        for middle in (0.3, 0.9)
+    ),
+    "cheaper to compute": tuple([run("topk", 0.1, exchange=1e-3), hard(0.1, exchange=t)] for t in (1e-4, 1e-2)),
+}  # fmt: skip
+NEVER = ("SignSGD and SIGNUM", "RDMA", "frameworks differ", "total error", "Accordion")
+
+
+def test_every_finding_is_tried_both_ways_or_never_tested():
+    for finding in FINDINGS:
+        assert sum(part in finding.says for part in (*BOTH, *NEVER)) == 1, finding.says
+
+
+@pytest.mark.parametrize("says", BOTH)
+def test_a_finding_turns_with_the_numbers(says):
+    pytest.importorskip("torch", reason="ncf is a task of PyTorch")
+    yes, no = (line(says, results) for results in BOTH[says])
+    assert (yes.holds, no.holds) == (True, False), (yes.number, no.number)
+    assert yes.number != no.number
+    assert " ranks; " in yes.cells
+
+
+@pytest.mark.parametrize("says", NEVER)
+def test_what_a_simulation_cannot_tell_is_not_tested(says):
+    found = line(says, [*MF, run("topk", 0.1), hard(0.1)])
+    assert (found.holds, found.cells) == (None, "")
+    assert found.number
+
+
+@pytest.mark.parametrize("results", [[], [error()], dense()])
+def test_findings_whose_cells_are_missing_say_so(results):
+    found = findings(cases(results))
+    assert {line.holds for line in found} == {None}
+    tested = [line for line in found if not any(part in line.says for part in NEVER)]
+    assert all(line.number.startswith("needs ") for line in tested)
+
+
+def test_without_noise_nothing_is_said_about_differences():
+    found = [run("none", 0.1), run("topk", 0.1), run("topk, no feedback", 0.5)]
+    for says in ("comparable to the baseline", "improves sparsifiers", "performs well on all", "slightly above"):
+        assert line(says, found).holds is None
+    assert advice(cases(found))[2].startswith("The noise is unknown")
+
+
+def test_the_share_of_cells_in_which_dense_is_faster_is_counted():
+    results = [*MF, run("topk", 0.1, **FAST), *methods([0.1] * 3, OTHERS[:3], **SLOW), run("fp16", 0.1, **SLOW)]
+    found = line("459 of 668", results)
+    # The 16-bit baseline does not count. At 100 times the speed, 10 ms are still too much.
+    assert "9 of 12 cells and links (75 %)" in found.number
+    assert found.number.count("75 % (75 % at 100 x)") == 3
+
+
+def test_a_number_names_its_cells():
+    results = [*MF, run("topk", 0.1), run("qsgd", 0.1), *dense(ranks=8), run("topk", 0.1, ranks=8)]
+    assert line("comparable to the baseline", results).cells == "mf; 4, 8 ranks; `topk`, `qsgd`"
+
+
+def test_feedback_is_compared_over_the_seeds_that_both_have():
+    results = [*MF, *runs("qsgd", (0.1, 0.5)), run("qsgd, feedback", 0.1), *runs("topk", (0.1, 0.1))]
+    results += runs("topk, no feedback", (0.2, 0.2))
+    pairs = feedback_pairs(cases(results))
+    assert [(off.method, on.method) for off, on in pairs] == [("qsgd", "qsgd, feedback"), ("topk, no feedback", "topk")]
+    assert "within the noise in 1" in line("harms QSGD", results).number
+
+
+def test_a_hard_threshold_is_compared_at_equal_volume_only():
+    found = line("ends better than top-k", [*MF, run("topk", 0.2, share=0.02), hard(0.1, share=0.03)])
+    assert found.holds is None
+    assert "`hardthreshold` 3.00 %, `topk` 2.00 %" in found.number
+    assert "threshold=VALUE" in found.number
+
+
+def test_the_advice_follows_the_numbers():
+    pytest.importorskip("torch", reason="ncf is a task of PyTorch")
+    good = [run("eden", 0.105, share=0.05), run("qsgd", 0.1, share=0.1), run("topk", 0.2, share=0.01)]
+    good += [run("eden", 0.3, task="ncf", share=0.05), run("qsgd", 0.6, task="ncf", share=0.1)]
+    take, avoid, noise = advice(cases([*MF, *NCF, *good]))
+    # Within the noise, the fewest bytes on the link count: 3 x 0.05 of 1.5.
+    assert "with SGD `eden` (within the noise of uncompressed training or better on 1 of 1 task, with 10.0 %" in take
+    assert "with Adam `qsgd`" in take
+    assert "on 4 ranks" in take
+    assert avoid.startswith("Avoid with SGD `topk`; with Adam `eden`: ")
+    assert "0.02 on mf (loss), 0.02 on ncf (hit rate at 10)" in noise
+    take, avoid, _ = advice(cases([*MF, run("eden", 0.2), run("qsgd", None), run("topk", 0.1)]))
+    assert "`topk`" in take
+    assert avoid.startswith("Avoid with SGD `eden`, `qsgd`: ")
+
+
+def test_if_nothing_is_good_the_advice_is_nothing():
+    take, avoid, _ = advice(cases([*MF, run("topk", 0.5)]))
+    assert "nothing: no method is within the noise" in take
+    assert "`topk`" in avoid
+    assert advice(cases([*MF, run("topk", 0.1)]))[1].startswith("No method diverges")
+
+
+def test_of_many_bad_methods_the_advice_names_some():
+    names = (*OTHERS, "qsgd", "topk", "dgc", "onebit", "adaptive")
+    _, avoid, _ = advice(cases([*MF, *methods([None] * 10, names)]))
+    assert " and 2 more: " in avoid
