@@ -15,7 +15,7 @@ uint8_t all_good(const Scratch<uint8_t>& pieces, int64_t n) {
 
 }  // namespace
 
-void weighted_sum_kernel(Call& call) {
+GRACE_KERNEL(weighted_sum, "x T, y T; ; a, b -> T[x]") {
     call.expect(2, 0, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -30,7 +30,7 @@ void weighted_sum_kernel(Call& call) {
     });
 }
 
-void finite_sum_kernel(Call& call) {
+GRACE_KERNEL(finite_sum, "x T, y T; ; a, b -> T[x], uint8[1]") {
     call.expect(2, 0, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -49,7 +49,7 @@ void finite_sum_kernel(Call& call) {
     });
 }
 
-void momentum_sum_kernel(Call& call) {
+GRACE_KERNEL(momentum_sum, "u T, g T, v T; ; m -> T[u], T[u], uint8[1]") {
     call.expect(3, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -69,7 +69,7 @@ void momentum_sum_kernel(Call& call) {
     });
 }
 
-void square_sum_kernel(Call& call) {
+GRACE_KERNEL(square_sum, "x T, onto T; ; largest -> T[x]") {
     call.expect(2, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -84,7 +84,7 @@ void square_sum_kernel(Call& call) {
     });
 }
 
-void max_abs_kernel(Call& call) {
+GRACE_KERNEL(max_abs, "x T -> T[1]") {
     call.expect(1, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -100,7 +100,7 @@ void max_abs_kernel(Call& call) {
     });
 }
 
-void norm_max_kernel(Call& call) {
+GRACE_KERNEL(norm_max, "x T -> T[1], T[1]") {
     call.expect(1, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -121,7 +121,7 @@ void norm_max_kernel(Call& call) {
     });
 }
 
-void finite_kernel(Call& call) {
+GRACE_KERNEL(finite, "x T -> uint8[1]") {
     call.expect(1, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -137,7 +137,7 @@ void finite_kernel(Call& call) {
     });
 }
 
-void half_kernel(Call& call) {
+GRACE_KERNEL(half, "x float32; brain -> float16/bfloat16[x]") {
     call.expect(1, 1, 0);
     const int64_t n = call.input(0).size;
     const float* x = call.input<float>(0);
@@ -158,7 +158,7 @@ static const uint16_t* halves_of(const Call& call, int i = 0) {
     return static_cast<const uint16_t*>(x.data);
 }
 
-void wide_kernel(Call& call) {
+GRACE_KERNEL(wide, "x float16/bfloat16 -> float32[x]") {
     call.expect(1, 0, 0);
     const Array& x = call.input(0);
     const uint16_t* from = halves_of(call);
@@ -170,7 +170,7 @@ void wide_kernel(Call& call) {
     });
 }
 
-void half_sum_kernel(Call& call) {
+GRACE_KERNEL(half_sum, "rows float16/bfloat16...; ; factor -> float16/bfloat16[rows]") {
     if (call.inputs() < 1) call.fail(Error::Kind::value, "expected at least one row, received none");
     call.expect(call.inputs(), 0, 1);
     const Array& first = call.input(0);
@@ -197,7 +197,7 @@ void half_sum_kernel(Call& call) {
     });
 }
 
-void words_kernel(Call& call) {
+GRACE_KERNEL(words, "; n, key -> int64[n]") {
     call.expect(0, 5, 0);
     const int64_t n = call.length(0);
     const RandomKey key = key_at(call, 1);
@@ -213,7 +213,7 @@ void words_kernel(Call& call) {
     });
 }
 
-void uniform_kernel(Call& call) {
+GRACE_KERNEL(uniform, "; n, key -> float32[n]") {
     call.expect(0, 5, 0);
     const int64_t n = call.length(0);
     const RandomKey key = key_at(call, 1);
@@ -222,7 +222,7 @@ void uniform_kernel(Call& call) {
     over_pieces(call, n, [&](int64_t begin, int64_t end) { integer_loops().uniform(&key, begin, end, out + begin); });
 }
 
-void sample_kernel(Call& call) {
+GRACE_KERNEL(sample, "; n, k, key -> int32[k]") {
     call.expect(0, 6, 0);
     const int64_t n = call.length(0), k = call.length(1);
     if (k > n || n > INT32_MAX) {

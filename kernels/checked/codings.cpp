@@ -76,7 +76,7 @@ template <class T> class Cells {
 
 }  // namespace
 
-void natural_encode_kernel(Call& call) {
+GRACE_KERNEL(natural_encode, "x T; clipped, key -> uint8[packed], int32[1], T[1]") {
     call.expect(1, 5, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -101,7 +101,8 @@ void natural_encode_kernel(Call& call) {
     });
 }
 
-void natural_sum_kernel(Call& call) {
+GRACE_KERNEL(natural_sum, "[onto_ T], codes uint8..., bases int32...; ranks, n, wide, clipped, negate, has_onto; "
+                          "factor -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 6, 1);
     const int64_t n = call.length(1);
@@ -126,7 +127,7 @@ void natural_sum_kernel(Call& call) {
     call.integer(2) != 0 ? body(static_cast<double*>(nullptr)) : body(static_cast<float*>(nullptr));
 }
 
-void table_encode_kernel(Call& call) {
+GRACE_KERNEL(table_encode, "x T, scales T, table T; width -> uint8[x]") {
     call.expect(3, 1, 0);
     const int64_t width = width_at(call, 0);
     dispatch(call, call.input(0), [&](auto* type) {
@@ -150,7 +151,7 @@ void table_encode_kernel(Call& call) {
     });
 }
 
-void table_sum_kernel(Call& call) {
+GRACE_KERNEL(table_sum, "[onto_ T], codes uint8..., scales T..., table T; ranks, width, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(3) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks + 1, 4, 0);
     const int64_t width = width_at(call, 1), n = call.length(2);

@@ -3,7 +3,7 @@
 
 namespace grace {
 
-void keep_odds_kernel(Call& call) {
+GRACE_KERNEL(keep_odds, "x T; k; budget -> float64[2]") {
     call.expect(1, 1, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -47,7 +47,7 @@ void keep_odds_kernel(Call& call) {
     });
 }
 
-void draw_kept_kernel(Call& call) {
+GRACE_KERNEL(draw_kept, "x T, odds float64; key -> T[certain], int32[certain], int32[drawn]") {
     call.expect(2, 4, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -88,7 +88,7 @@ void draw_kept_kernel(Call& call) {
     });
 }
 
-void drawn_entries_kernel(Call& call) {
+GRACE_KERNEL(drawn_entries, "signed int32, scale T -> T[signed], int32[signed]") {
     call.expect(2, 0, 0);
     dispatch(call, call.input(1), [&](auto* type) {
         using T = of_pointer<decltype(type)>;

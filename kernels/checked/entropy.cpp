@@ -119,7 +119,7 @@ template <class Byte> struct Words {
 
 }  // namespace
 
-void huffman_encode_kernel(Call& call) {
+GRACE_KERNEL(huffman_encode, "data uint8; bits -> uint8[m]") {
     call.expect(1, 1, 0);
     const int bits = symbol_bits_at(call, 0, 3);
     const Symbols symbols{call.input<uint8_t>(0), call.input(0).size, bits};
@@ -157,7 +157,7 @@ void huffman_encode_kernel(Call& call) {
     for (; held > 0; held -= 8, waiting >>= 8) *next++ = static_cast<uint8_t>(waiting);
 }
 
-void huffman_decode_kernel(Call& call) {
+GRACE_KERNEL(huffman_decode, "coded uint8; bits, n -> uint8[n]") {
     call.expect(1, 2, 0);
     const int bits = symbol_bits_at(call, 0, 3);
     const int64_t n = call.length(1), table = int64_t(1) << (bits - 1), size = call.input(0).size;
@@ -210,7 +210,7 @@ void huffman_decode_kernel(Call& call) {
     out.finish();
 }
 
-void rans_encode_kernel(Call& call) {
+GRACE_KERNEL(rans_encode, "data uint8; bits -> uint8[m]") {
     call.expect(1, 1, 0);
     const int bits = symbol_bits_at(call, 0, 3);
     const Symbols symbols{call.input<uint8_t>(0), call.input(0).size, bits};
@@ -255,7 +255,7 @@ void rans_encode_kernel(Call& call) {
     for (int64_t i = 0; i < sent; ++i) stream.put(2 * lanes + i, words[first + i]);
 }
 
-void rans_decode_kernel(Call& call) {
+GRACE_KERNEL(rans_decode, "coded uint8; bits, n -> uint8[n]") {
     call.expect(1, 2, 0);
     const int bits = symbol_bits_at(call, 0, 3);
     const int64_t n = call.length(1), size = call.input(0).size, alphabet = int64_t(1) << bits, flags = alphabet / 8;

@@ -24,7 +24,7 @@ template <class Body> void over_gaps(const Call& call, const int32_t* indices, i
 
 }  // namespace
 
-void gap_facts_kernel(Call& call) {
+GRACE_KERNEL(gap_facts, "indices int32; low -> int64[2]") {
     call.expect(1, 1, 0);
     const int low = low_at(call, 0);
     const int64_t k = call.input(0).size;
@@ -39,7 +39,7 @@ void gap_facts_kernel(Call& call) {
     out[1] = quotients;
 }
 
-void encode_gaps_kernel(Call& call) {
+GRACE_KERNEL(encode_gaps, "indices int32; low, unary -> uint8[m]") {
     call.expect(1, 2, 0);
     const int low = low_at(call, 0);
     const int64_t k = call.input(0).size, plane = divide_up(k, 8), unary = call.length(1);
@@ -58,7 +58,7 @@ void encode_gaps_kernel(Call& call) {
     });
 }
 
-void decode_gaps_kernel(Call& call) {
+GRACE_KERNEL(decode_gaps, "data uint8; low, unary, k -> int32[k]") {
     call.expect(1, 3, 0);
     const int low = low_at(call, 0);
     const int64_t unary = call.length(1), k = call.length(2), plane = divide_up(k, 8);

@@ -132,7 +132,7 @@ int lanes_at(const Call& call, int i) {
 
 }  // namespace
 
-void pack_kernel(Call& call) {
+GRACE_KERNEL(pack, "codes uint8/int64; bits -> uint8[packed]") {
     call.expect(1, 1, 0);
     const Array& codes = call.input(0);
     const int bits = bits_at(call, 0, 16);
@@ -156,7 +156,7 @@ void pack_kernel(Call& call) {
     });
 }
 
-void unpack_kernel(Call& call) {
+GRACE_KERNEL(unpack, "codes uint8; bits, n -> int64[n]") {
     call.expect(1, 2, 0);
     const int bits = bits_at(call, 0, 16);
     const int64_t n = call.length(1);
@@ -178,7 +178,7 @@ void unpack_kernel(Call& call) {
     });
 }
 
-void binarize_kernel(Call& call) {
+GRACE_KERNEL(binarize, "x T; ; threshold -> uint8[packed]") {
     call.expect(1, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -193,7 +193,7 @@ void binarize_kernel(Call& call) {
     });
 }
 
-void binarize_finite_kernel(Call& call) {
+GRACE_KERNEL(binarize_finite, "x T; ; threshold -> uint8[packed], uint8[1]") {
     call.expect(1, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -217,7 +217,7 @@ void binarize_finite_kernel(Call& call) {
     });
 }
 
-void binarize_means_kernel(Call& call) {
+GRACE_KERNEL(binarize_means, "x T; single; threshold -> uint8[packed], T[2 - single]") {
     call.expect(1, 1, 1);
     const bool single = call.integer(0) != 0;
     dispatch(call, call.input(0), [&](auto* type) {
@@ -235,7 +235,7 @@ void binarize_means_kernel(Call& call) {
     });
 }
 
-void sum_sign_mean_kernel(Call& call) {
+GRACE_KERNEL(sum_sign_mean, "x T, y T; ; a, b -> T[x], uint8[packed], T[1], uint8[1]") {
     call.expect(2, 0, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -259,7 +259,7 @@ void sum_sign_mean_kernel(Call& call) {
     });
 }
 
-void binary_sum_kernel(Call& call) {
+GRACE_KERNEL(binary_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, single, negate, has_onto; factor -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 5, 1);
     const int64_t n = call.length(1);
@@ -286,7 +286,7 @@ void binary_sum_kernel(Call& call) {
     });
 }
 
-void binarize_columns_kernel(Call& call) {
+GRACE_KERNEL(binarize_columns, "x T; columns; threshold -> uint8[packed], T[2 columns]") {
     call.expect(1, 1, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -326,7 +326,7 @@ void binarize_columns_kernel(Call& call) {
     });
 }
 
-void column_sum_kernel(Call& call) {
+GRACE_KERNEL(column_sum, "[onto_ T], bits uint8..., levels T...; ranks, n, columns, negate, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 5, 0);
     const int64_t n = call.length(1), columns = columns_at(call, 2, n);
@@ -356,7 +356,7 @@ void column_sum_kernel(Call& call) {
     });
 }
 
-void majority_kernel(Call& call) {
+GRACE_KERNEL(majority, "bits uint8...; n, wide -> T[n]") {
     const int ranks = call.inputs();
     call.expect(std::max(1, ranks), 2, 0);
     const int64_t n = call.length(0);
@@ -372,7 +372,7 @@ void majority_kernel(Call& call) {
     call.integer(1) != 0 ? body(static_cast<double*>(nullptr)) : body(static_cast<float*>(nullptr));
 }
 
-void bucket_norms_kernel(Call& call) {
+GRACE_KERNEL(bucket_norms, "x T; width, largest -> T[buckets]") {
     call.expect(1, 2, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -388,7 +388,7 @@ void bucket_norms_kernel(Call& call) {
     });
 }
 
-void quantize_packed_kernel(Call& call) {
+GRACE_KERNEL(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, stochastic, key -> uint8[packed]") {
     call.expect(call.inputs() == 3 ? 3 : 2, 8, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -416,7 +416,7 @@ void quantize_packed_kernel(Call& call) {
     });
 }
 
-void floor_packed_kernel(Call& call) {
+GRACE_KERNEL(floor_packed, "x T, delta T; width, key -> uint8[packed]") {
     call.expect(2, 5, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -439,7 +439,8 @@ void floor_packed_kernel(Call& call) {
     });
 }
 
-void dequantize_sum_kernel(Call& call) {
+GRACE_KERNEL(dequantize_sum, "[onto_ T], codes uint8..., scales T...; ranks, width, levels, bits, n, has_onto -> "
+                             "T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(5) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 6, 0);
     const int64_t width = width_at(call, 1), levels = call.integer(2), n = call.length(4);
@@ -463,7 +464,7 @@ void dequantize_sum_kernel(Call& call) {
     });
 }
 
-void round_packed_kernel(Call& call) {
+GRACE_KERNEL(round_packed, "x T, scales T, levels T; width, stochastic, key -> uint8[packed]") {
     call.expect(3, 6, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -480,7 +481,7 @@ void round_packed_kernel(Call& call) {
     });
 }
 
-void levels_sum_kernel(Call& call) {
+GRACE_KERNEL(levels_sum, "[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(3) != 0 ? 1 : 0;
     call.expect(first + 3 * ranks, 4, 0);
     const int64_t width = width_at(call, 1), n = call.length(2);
@@ -501,7 +502,7 @@ void levels_sum_kernel(Call& call) {
     });
 }
 
-void to_integers_kernel(Call& call) {
+GRACE_KERNEL(to_integers, "x T, scale T; most, bits, stochastic, key -> int8/int16/int32[x]") {
     call.expect(2, 7, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -523,7 +524,7 @@ void to_integers_kernel(Call& call) {
     });
 }
 
-void from_integers_kernel(Call& call) {
+GRACE_KERNEL(from_integers, "[onto_ T], codes int8/int16/int32, scale T; most, has_onto -> T[codes]") {
     const int first = call.integer(1) != 0 ? 1 : 0;
     call.expect(first + 2, 2, 0);
     dispatch(call, call.input(first + 1), [&](auto* type) {
@@ -547,7 +548,7 @@ void from_integers_kernel(Call& call) {
     });
 }
 
-void pack_lanes_kernel(Call& call) {
+GRACE_KERNEL(pack_lanes, "x int8/int16/int32; lanes -> int32[words]") {
     call.expect(1, 1, 0);
     const int lanes = lanes_at(call, 0);
     dispatch_integers(call, call.input(0), [&](auto* code) {
@@ -562,7 +563,7 @@ void pack_lanes_kernel(Call& call) {
     });
 }
 
-void unpack_lanes_kernel(Call& call) {
+GRACE_KERNEL(unpack_lanes, "word int32; lanes, n -> int8/int16/int32[n]") {
     call.expect(1, 2, 0);
     const int lanes = lanes_at(call, 0);
     const int64_t n = call.length(1), count = divide_up(n, lanes);
@@ -577,7 +578,7 @@ void unpack_lanes_kernel(Call& call) {
     });
 }
 
-void best_levels_kernel(Call& call) {
+GRACE_KERNEL(best_levels, "sizes float64, starts int32; exponential -> float64[starts + 2]") {
     call.expect(2, 1, 0);
     const int64_t n = call.input(0).size, inner = call.input(1).size;
     const bool exponential = call.integer(0) != 0;

@@ -137,7 +137,7 @@ Sides sides_of(const Call& call, bool possible = true) {
 
 }  // namespace
 
-void thin_product_kernel(Call& call) {
+GRACE_KERNEL(thin_product, "a T, b T; n, m, r, transpose_a, transpose_b -> T") {
     call.expect(2, 5, 0);
     const bool first = call.integer(3) != 0, second = call.integer(4) != 0;
     const auto [n, m, r] = sides_of(call, !(first && second));
@@ -153,7 +153,7 @@ void thin_product_kernel(Call& call) {
     });
 }
 
-void sub_product_kernel(Call& call) {
+GRACE_KERNEL(sub_product, "x_ T, a T, b T; n, m, r -> x_, T[x]") {
     call.expect(3, 3, 0);
     const auto [n, m, r] = sides_of(call);
     dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
@@ -163,7 +163,7 @@ void sub_product_kernel(Call& call) {
     });
 }
 
-void power_product_kernel(Call& call) {
+GRACE_KERNEL(power_product, "x T, q T; n, m, r -> T[n r], uint8[1]") {
     call.expect(2, 3, 0);
     const auto [n, m, r] = sides_of(call);
     dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
@@ -176,7 +176,7 @@ void power_product_kernel(Call& call) {
     });
 }
 
-void project_kernel(Call& call) {
+GRACE_KERNEL(project, "x T, p T; n, m, r -> T[p], T[m r]") {
     call.expect(2, 3, 0);
     const auto [n, m, r] = sides_of(call);
     dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
@@ -188,7 +188,7 @@ void project_kernel(Call& call) {
     });
 }
 
-void orthogonalize_kernel(Call& call) {
+GRACE_KERNEL(orthogonalize, "a T; rows, columns -> T[rows columns]") {
     call.expect(1, 2, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;

@@ -44,7 +44,7 @@ int64_t each(int64_t block) { return kPiece / block; }
 
 }  // namespace
 
-void rotate_kernel(Call& call) {
+GRACE_KERNEL(rotate, "x T; block, back, key -> T[rotated]") {
     call.expect(1, 6, 0);
     const int64_t block = block_at(call, 0);
     const bool back = call.integer(1) != 0;
@@ -62,7 +62,7 @@ void rotate_kernel(Call& call) {
     });
 }
 
-void rotated_encode_kernel(Call& call) {
+GRACE_KERNEL(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]") {
     call.expect(2, 7, 0);
     const int64_t block = block_at(call, 0);
     const bool fit = call.integer(1) != 0, stochastic = call.integer(2) != 0;
@@ -82,7 +82,8 @@ void rotated_encode_kernel(Call& call) {
     });
 }
 
-void rotated_sum_kernel(Call& call) {
+GRACE_KERNEL(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, "
+                          "has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(7) != 0 ? 1 : 0;
     call.expect(first + 3 * ranks + 1, 8, 0);
     const int64_t block = block_at(call, 1), n = call.length(2);
@@ -108,7 +109,7 @@ void rotated_sum_kernel(Call& call) {
     });
 }
 
-void spread_in_frame_kernel(Call& call) {
+GRACE_KERNEL(spread_in_frame, "x T, norms T; block, redundancy, key -> T[coefficients]") {
     call.expect(2, 6, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -125,7 +126,7 @@ void spread_in_frame_kernel(Call& call) {
     });
 }
 
-void project_from_frame_kernel(Call& call) {
+GRACE_KERNEL(project_from_frame, "coefficients T; block, redundancy, key -> T[elements]") {
     call.expect(1, 6, 0);
     const int64_t block = block_at(call, 0), size = call.input(0).size;
     if (size % block != 0) {
@@ -146,7 +147,7 @@ void project_from_frame_kernel(Call& call) {
     });
 }
 
-void largest_of_blocks_kernel(Call& call) {
+GRACE_KERNEL(largest_of_blocks, "x T; block, kept, last -> T[x]") {
     call.expect(1, 3, 0);
     const int64_t block = block_at(call, 0), kept = call.integer(1), last = call.integer(2);
     for (const int64_t k : {kept, last}) {
@@ -176,7 +177,7 @@ void largest_of_blocks_kernel(Call& call) {
     });
 }
 
-void recover_sparse_kernel(Call& call) {
+GRACE_KERNEL(recover_sparse, "z T; n, block, reduction, rounds, key; share, noise -> T[n]") {
     call.expect(1, 8, 2);
     const int64_t n = call.length(0), block = block_at(call, 1), reduction = call.integer(2), rounds = call.integer(3);
     const RandomKey key = key_at(call, 4);

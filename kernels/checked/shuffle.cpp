@@ -47,7 +47,7 @@ struct Distances {
 
 }  // namespace
 
-void run_length_encode_kernel(Call& call) {
+GRACE_KERNEL(run_length_encode, "data uint8 -> uint8[m]") {
     call.expect(1, 0, 0);
     const int64_t n = call.input(0).size;
     const uint8_t* data = call.input<uint8_t>(0);
@@ -74,7 +74,7 @@ void run_length_encode_kernel(Call& call) {
     }
 }
 
-void run_length_decode_kernel(Call& call) {
+GRACE_KERNEL(run_length_decode, "coded uint8; n -> uint8[n]") {
     call.expect(1, 1, 0);
     const int64_t n = call.length(0), size = call.input(0).size;
     const uint8_t* coded = call.input<uint8_t>(0);
@@ -97,7 +97,7 @@ void run_length_decode_kernel(Call& call) {
     if (done != n) fail_runs(call);
 }
 
-void bitshuffle_encode_kernel(Call& call) {
+GRACE_KERNEL(bitshuffle_encode, "data uint8; bits -> uint8[m]") {
     call.expect(1, 1, 0);
     const int bits = symbol_bits_at(call, 0, 1);
     const Symbols symbols{call.input<uint8_t>(0), call.input(0).size, bits};
@@ -133,7 +133,7 @@ void bitshuffle_encode_kernel(Call& call) {
     }
 }
 
-void bitshuffle_decode_kernel(Call& call) {
+GRACE_KERNEL(bitshuffle_decode, "coded uint8; bits, n -> uint8[n]") {
     call.expect(1, 2, 0);
     const int bits = symbol_bits_at(call, 0, 1);
     const int64_t n = call.length(1), size = call.input(0).size, count = divide_up(8 * n, bits);

@@ -55,7 +55,7 @@ template <class T> bool choose(Call& call, const T* x, int64_t n, double ratio, 
 
 }  // namespace
 
-void top_of_sides_kernel(Call& call) {
+GRACE_KERNEL(top_of_sides, "x T; ; ratio -> T[2], int32[p], int32[q]") {
     call.expect(1, 0, 1);
     const double ratio = call.number(0);
     if (!(ratio > 0 && ratio <= 1)) {
@@ -92,7 +92,7 @@ void top_of_sides_kernel(Call& call) {
     });
 }
 
-void select_in_bins_kernel(Call& call) {
+GRACE_KERNEL(select_in_bins, "x T, gradient T, maxima T; width -> int32[positive], int32[negative]") {
     call.expect(3, 1, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;

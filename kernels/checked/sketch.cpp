@@ -37,7 +37,7 @@ int64_t columns_at(const Call& call, int i) {
 
 }  // namespace
 
-void count_sketch_kernel(Call& call) {
+GRACE_KERNEL(count_sketch, "x T; rows, columns, key -> T[rows columns]") {
     call.expect(1, 6, 0);
     const int rows = rows_at(call, 0);
     const int64_t columns = columns_at(call, 1);
@@ -60,7 +60,7 @@ void count_sketch_kernel(Call& call) {
     });
 }
 
-void sketch_estimate_kernel(Call& call) {
+GRACE_KERNEL(sketch_estimate, "sketch T; n, rows, columns, key -> T[n]") {
     call.expect(1, 7, 0);
     const int64_t n = call.length(0);
     const int rows = rows_at(call, 1);
@@ -84,7 +84,7 @@ void sketch_estimate_kernel(Call& call) {
     });
 }
 
-void filter_positions_kernel(Call& call) {
+GRACE_KERNEL(filter_positions, "data uint8; bits, hashes, n, key -> int32[reported]") {
     call.expect(1, 7, 0);
     const int64_t bits = call.integer(0), n = call.length(2);
     if (bits < 1 || bits > INT32_MAX) {

@@ -208,7 +208,7 @@ void add_lists(Call& call, const std::vector<List>& lists, const Target<T>& to, 
 
 }  // namespace
 
-void select_kernel(Call& call) {
+GRACE_KERNEL(select, "x T, bound T; strict, nonzero -> T[m], int32[m]") {
     call.expect(2, 2, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -225,7 +225,7 @@ void select_kernel(Call& call) {
     });
 }
 
-void moments_kernel(Call& call) {
+GRACE_KERNEL(moments, "x T, bound T; powers -> int64[1], T[3]") {
     call.expect(2, 1, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -250,7 +250,7 @@ void moments_kernel(Call& call) {
     });
 }
 
-void top_kernel(Call& call) {
+GRACE_KERNEL(top, "x T; k -> T[k], int32[k]") {
     call.expect(1, 1, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -264,7 +264,7 @@ void top_kernel(Call& call) {
     });
 }
 
-void sum_top_kernel(Call& call) {
+GRACE_KERNEL(sum_top, "x T, y T; k; a, b -> T[x], T[k], int32[k], uint8[1]") {
     call.expect(2, 1, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -295,7 +295,7 @@ void sum_top_kernel(Call& call) {
     });
 }
 
-void sum_select_kernel(Call& call) {
+GRACE_KERNEL(sum_select, "x T, y T, bound T; strict; a, b -> T[x], T[m], int32[m], uint8[1]") {
     call.expect(3, 1, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -318,7 +318,7 @@ void sum_select_kernel(Call& call) {
     });
 }
 
-void top_bound_kernel(Call& call) {
+GRACE_KERNEL(top_bound, "x T; k -> T[1]") {
     call.expect(1, 1, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -340,7 +340,7 @@ void top_bound_kernel(Call& call) {
     });
 }
 
-void gather_kernel(Call& call) {
+GRACE_KERNEL(gather, "x T, indices int32 -> T[indices]") {
     call.expect(2, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -359,7 +359,7 @@ void gather_kernel(Call& call) {
     });
 }
 
-void put_kernel(Call& call) {
+GRACE_KERNEL(put, "x_ T, indices int32; ; value -> x_") {
     call.expect(2, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -376,7 +376,7 @@ void put_kernel(Call& call) {
     });
 }
 
-void scatter_add_kernel(Call& call) {
+GRACE_KERNEL(scatter_add, "x_ T, indices int32, values T -> x_") {
     call.expect(3, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -393,7 +393,7 @@ void scatter_add_kernel(Call& call) {
     });
 }
 
-void sparse_sum_kernel(Call& call) {
+GRACE_KERNEL(sparse_sum, "[onto_ T], values T..., indices int32...; ranks, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 3, 0);
     const int64_t n = call.length(1);
@@ -412,7 +412,7 @@ void sparse_sum_kernel(Call& call) {
     });
 }
 
-void power_words_kernel(Call& call) {
+GRACE_KERNEL(power_words, "x T, [noise T]; ; alpha -> T[1], int32[m]") {
     call.expect(call.inputs() == 2 ? 2 : 1, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -448,7 +448,7 @@ void power_words_kernel(Call& call) {
     });
 }
 
-void power_sum_kernel(Call& call) {
+GRACE_KERNEL(power_sum, "[onto_ T], words int32..., scales T...; ranks, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 3, 0);
     const int64_t n = call.length(1);
@@ -472,7 +472,7 @@ void power_sum_kernel(Call& call) {
     });
 }
 
-void power_fade_kernel(Call& call) {
+GRACE_KERNEL(power_fade, "x_ T, words int32; ; factor -> x_") {
     call.expect(2, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;

@@ -1,4 +1,6 @@
 // Random vertices of a cross-polytope in place of the elements of a bucket.
+#include "grace/vertices.h"
+
 #include "grace/kernels.h"
 
 namespace grace {
@@ -22,7 +24,7 @@ int64_t each(int64_t width) { return kPiece / width; }
 
 }  // namespace
 
-void draw_vertices_kernel(Call& call) {
+GRACE_KERNEL(draw_vertices, "x T, norms T; width, samples, least, key -> int64[vertices], int64[norms]") {
     call.expect(2, 7, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -41,13 +43,13 @@ void draw_vertices_kernel(Call& call) {
         GRACE_GPU(call, draw_vertices, x, norms, by, codes, masses);
         call.parallel(divide_up(buckets, each(by.width)), [&](int64_t task) {
             Scratch<int64_t> ends(by.width);
-            loops<T>().draw_vertices(x, norms, &by, ends.data(), codes, masses, task * each(by.width),
+            GRACE_BEST(draw_vertices<T>)(x, norms, &by, ends.data(), codes, masses, task * each(by.width),
                                      std::min(buckets, (task + 1) * each(by.width)));
         });
     });
 }
 
-void vertices_sum_kernel(Call& call) {
+GRACE_KERNEL(vertices_sum, "[onto_ T], codes int64..., scales T...; ranks, width, samples, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 5, 0);
     const int64_t n = call.length(3);
@@ -64,7 +66,7 @@ void vertices_sum_kernel(Call& call) {
         GRACE_GPU(call, vertices_sum, payloads, by, to.onto, to.out);
         call.parallel(divide_up(buckets, each(by.width)), [&](int64_t task) {
             Scratch<int32_t> counts(by.width);
-            loops<T>().vertices_sum(payloads.data(), ranks, &by, to.onto, to.out, counts.data(), task * each(by.width),
+            GRACE_BEST(vertices_sum<T>)(payloads.data(), ranks, &by, to.onto, to.out, counts.data(), task * each(by.width),
                                     std::min(buckets, (task + 1) * each(by.width)));
         });
     });

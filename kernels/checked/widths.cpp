@@ -96,7 +96,7 @@ struct Starts {
 
 }  // namespace
 
-void ternary_encode_kernel(Call& call) {
+GRACE_KERNEL(ternary_encode, "x T, scale T -> uint8[m]") {
     call.expect(2, 0, 0);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
@@ -116,7 +116,7 @@ void ternary_encode_kernel(Call& call) {
     });
 }
 
-void ternary_sum_kernel(Call& call) {
+GRACE_KERNEL(ternary_sum, "[onto_ T], codes uint8..., scales T...; ranks, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(2) != 0 ? 1 : 0;
     call.expect(first + 2 * ranks, 3, 0);
     const int64_t n = call.length(1), size = divide_up(n, kDigits);
@@ -151,7 +151,7 @@ void ternary_sum_kernel(Call& call) {
     });
 }
 
-void precision_encode_kernel(Call& call) {
+GRACE_KERNEL(precision_encode, "x T, scale T; m, h; bound -> T[], int16[], int8[], uint8[packed]") {
     call.expect(2, 2, 1);
     const Ends ends = ends_at(call, 0);
     dispatch(call, call.input(0), [&](auto* type) {
@@ -194,7 +194,8 @@ void precision_encode_kernel(Call& call) {
     });
 }
 
-void precision_sum_kernel(Call& call) {
+GRACE_KERNEL(precision_sum, "[onto_ T], full T..., words int16..., bytes int8..., tags uint8..., scales T...; "
+                            "ranks, m, h, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(4) != 0 ? 1 : 0;
     call.expect(first + 5 * ranks, 5, 0);
     const Ends ends = ends_at(call, 1);

@@ -23,14 +23,15 @@ GRACE_TABLES(avx512)
 namespace {
 
 struct Tables {
+    int index;
     const char* name;
     const Loops<float>* of_float;
     const Loops<double>* of_double;
     const IntegerLoops* of_integers;
 };
 
-#define GRACE_ROW(isa) \
-    { #isa, &float_loops_##isa, &double_loops_##isa, &integer_loops_##isa }
+#define GRACE_ROW(index, isa) \
+    { index, #isa, &float_loops_##isa, &double_loops_##isa, &integer_loops_##isa }
 
 #if defined(__x86_64__)
 // Conversions to and from float16 have their own CPU flag, which a virtual machine may hide.
@@ -50,10 +51,10 @@ Tables choose() {
                       __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && fits("avx512")) return GRACE_ROW(avx512);
-    if (avx2 && (fits("avx2") || fits("avx512"))) return GRACE_ROW(avx2);
+    if (avx512 && fits("avx512")) return GRACE_ROW(2, avx512);
+    if (avx2 && (fits("avx2") || fits("avx512"))) return GRACE_ROW(1, avx2);
 #endif
-    return GRACE_ROW(baseline);
+    return GRACE_ROW(0, baseline);
 }
 
 const Tables& tables() {
@@ -67,5 +68,6 @@ template <> const Loops<float>& loops<float>() { return *tables().of_float; }
 template <> const Loops<double>& loops<double>() { return *tables().of_double; }
 const IntegerLoops& integer_loops() { return *tables().of_integers; }
 const char* isa() { return tables().name; }
+int isa_index() { return tables().index; }
 
 }  // namespace grace

@@ -185,7 +185,13 @@ template <class T> static void fill(T* out, T value, int64_t n, bool around) {
     settle();
 }
 
+}  // namespace GRACE_ISA
+}  // namespace grace
+
 #include "loops_bits.inl"
+
+namespace grace {
+namespace GRACE_ISA {
 
 // --- stochastic levels -----------------------------------------------------------------------------------------------
 
@@ -576,13 +582,16 @@ static void sample(const Permutation* permutation, uint32_t n, int64_t begin, in
     }
 }
 
+}  // namespace GRACE_ISA
+}  // namespace grace
+
 #include "loops_select.inl"
 #include "loops_codings.inl"
 #include "loops_products.inl"
 #include "loops_sketch.inl"
 #include "loops_rotation.inl"
 
-}  // namespace GRACE_ISA
+namespace grace {
 
 #define GRACE_JOIN(a, b) a##b
 #define GRACE_NAME(a, b) GRACE_JOIN(a, b)
@@ -631,8 +640,6 @@ template <class T> static constexpr Loops<T> make_loops() {
             moments_below<T>,
             draw<T>,
             drawn_entries<T>,
-            draw_vertices<T>,
-            vertices_sum<T>,
             select_sides<T>,
             select_in_bins<T>,
             to_half<T>,

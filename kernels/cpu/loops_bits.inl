@@ -1,5 +1,8 @@
 // Bits, and codes of 1 to 8 bits. Included by loops.inl.
 
+namespace grace {
+namespace GRACE_ISA {
+
 // --- bits ------------------------------------------------------------------------------------------------------------
 
 GRACE_LOCAL void store_mask(uint64_t mask, uint8_t* bits, int64_t bytes) {
@@ -523,3 +526,6 @@ static void unpack_lanes(const int32_t* words, int64_t n, int lanes, int64_t beg
         }
     }
 }
+
+}  // namespace GRACE_ISA
+}  // namespace grace

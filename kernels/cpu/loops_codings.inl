@@ -1,5 +1,8 @@
 // Powers of two, tables, ternary digits and numbers of several widths. Included by loops.inl.
 
+namespace grace {
+namespace GRACE_ISA {
+
 // out = factor (onto + sum over ranks of the values that decode(rank, at, length, values) writes), for elements at .. at
 // + length - 1. Before, vectors(rank, at, length, base, target) adds the values of the first elements to `base`, which may
 // be null, and returns their number, a multiple of 16. decode gets the rest.
@@ -524,3 +527,6 @@ static void precision_sum(Widths<T>* ranks, int count, T byte_step, T word_step,
     };
     sum_ranks(count, onto, out, 0, n, around, NoVectors<T>(), decode);
 }
+
+}  // namespace GRACE_ISA
+}  // namespace grace

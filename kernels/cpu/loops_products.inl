@@ -3,6 +3,9 @@
 // The order of every sum is the same for all instruction sets: lanes of 64 bytes, and within them the order of the
 // elements.
 
+namespace grace {
+namespace GRACE_ISA {
+
 template <class T> struct Lanes {
     static constexpr int count = 64 / int(sizeof(T));
     typedef T Vector __attribute__((vector_size(64)));
@@ -183,3 +186,6 @@ static void times_transposed(const T* a, const T* b, int64_t m, int r, int64_t b
         for (int64_t i = 0; i < length; ++i) rest[i] -= target[i];
     });
 }
+
+}  // namespace GRACE_ISA
+}  // namespace grace

@@ -1,5 +1,8 @@
 // Rotations in blocks: random signs and a Hadamard transform, twice. Included by loops.inl.
 
+namespace grace {
+namespace GRACE_ISA {
+
 #if defined(__AVX512F__)
 constexpr int kRegister = 64;
 #elif defined(__AVX2__)
@@ -679,3 +682,6 @@ static void rotated_sum(const Coded<T>* ranks, const RotationKey* keys, int coun
         default: return rotated_sum_by<4>(ranks, keys, count, by, onto, out, begin, end, around);
     }
 }
+
+}  // namespace GRACE_ISA
+}  // namespace grace

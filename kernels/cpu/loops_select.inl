@@ -1,5 +1,10 @@
 // Selection of elements. Included by loops.inl.
 
+#include "grace/vertices.h"
+
+namespace grace {
+namespace GRACE_ISA {
+
 template <class T>
 GRACE_LOCAL int64_t append(const T* x, uint64_t mask, int32_t first, int64_t count, Selected<T>* into) {
     const auto place = [&](int j) {
@@ -177,7 +182,7 @@ static void drawn_entries(const int32_t* drawn, T scale, T* values, int32_t* ind
 }
 
 template <class T>
-static void draw_vertices(const T* x, const T* norms, const Vertices* by, int64_t* ends, int64_t* codes,
+void draw_vertices(const T* x, const T* norms, const Vertices* by, int64_t* ends, int64_t* codes,
                           int64_t* masses, int64_t begin, int64_t end) {
     const int64_t width = by->width, samples = by->samples;
     const int shift = 32 - __builtin_ctzll(uint64_t(width)) - 1;
@@ -211,7 +216,7 @@ static void draw_vertices(const T* x, const T* norms, const Vertices* by, int64_
 }
 
 template <class T>
-static void vertices_sum(const VertexCodes<T>* ranks, int count, const Vertices* by, const T* onto, T* out,
+void vertices_sum(const VertexCodes<T>* ranks, int count, const Vertices* by, const T* onto, T* out,
                          int32_t* counts, int64_t begin, int64_t end) {
     const int64_t width = by->width, samples = by->samples;
     for (int64_t bucket = begin; bucket < end; ++bucket) {
@@ -231,6 +236,9 @@ static void vertices_sum(const VertexCodes<T>* ranks, int count, const Vertices*
     }
 }
 
+GRACE_MAKE_LOOP(draw_vertices)
+GRACE_MAKE_LOOP(vertices_sum)
+
 template <class T>
 static void select_sides(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts) {
     int64_t count = into->count;
@@ -244,3 +252,6 @@ static void select_sides(const T* x, T high, T low, int32_t first, int64_t n, Se
     }
     into->count = count;
 }
+
+}  // namespace GRACE_ISA
+}  // namespace grace

@@ -1,5 +1,8 @@
 // Count-Sketches and Bloom filters. Included by loops.inl.
 
+namespace grace {
+namespace GRACE_ISA {
+
 constexpr int64_t kSketchAhead = 8;  // prefetch distance in blocks
 
 #if defined(__AVX512F__)
@@ -218,3 +221,6 @@ static int64_t filter_marks(const uint8_t* filter, uint32_t bits, const ItemHash
     }
     return found;
 }
+
+}  // namespace GRACE_ISA
+}  // namespace grace

@@ -2,6 +2,7 @@
 //
 // A selection marks elements by bits, computes the number of marks before every stretch of the array, and then writes
 // values and indices to their positions. x is read once, the marks are read twice.
+#include "grace/vertices.h"
 #include "ranks.h"
 #include "stretches.h"
 

@@ -108,7 +108,7 @@ using Kernel = void (*)(Call&);
 
 // The kernel with this name, or null.
 Kernel find(const std::string& name);
-// What each kernel takes and gives, as in grace/kernels.h.
+// What each kernel takes and gives, see grace/kernels.h.
 std::map<std::string, std::string> signatures();
 
 // Calls body with a null pointer of the array's floating-point type. Throws Error(type) for another dtype.

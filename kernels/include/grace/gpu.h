@@ -188,10 +188,6 @@ void draw_kept(const Stream& on, const T* x, const double* pair, const RandomKey
                const std::function<Drawn<T>(int64_t certain, int64_t drawn)>& room);
 template <class T>
 void drawn_entries(const Stream& on, const int32_t* drawn, const T* scale, T* values, int32_t* indices, int64_t count);
-template <class T>
-void draw_vertices(const Stream& on, const T* x, const T* norms, const Vertices& by, int64_t* codes, int64_t* masses);
-template <class T>
-void vertices_sum(const Stream& on, const std::vector<VertexCodes<T>>& ranks, const Vertices& by, const T* onto, T* out);
 // The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
 // A selection from a weighted sum of x and y, which is also the output `out`.

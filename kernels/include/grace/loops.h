@@ -62,19 +62,6 @@ struct Frame {
     GRACE_MEMBER int64_t blocks() const { return (n + width - 1) / width; }
 };
 
-// Buckets of n elements and the vertices that are drawn for each of them. `least` is R in units of 2^-24, or 0 for the
-// sum of a bucket's shares. Words of `rest` make up for what lies between.
-struct Vertices {
-    int64_t n, width, samples, least;
-    RandomKey key, rest;
-};
-
-// The vertices of one rank.
-template <class T> struct VertexCodes {
-    const int64_t* codes;
-    const T* scales;
-};
-
 // A list of elements of an array, as a sparsifier sends it.
 template <class T> struct Entries {
     const T* values;
@@ -224,14 +211,6 @@ template <class T> struct Loops {
     // The values of magnitude `scale` and the indices of drawn elements, which are indices with a sign.
     void (*drawn_entries)(const int32_t* drawn, T scale, T* values, int32_t* indices, int64_t n);
 
-    // The codes of vertices and the sums of shares for buckets begin .. end - 1. `ends` has room for one bucket.
-    void (*draw_vertices)(const T* x, const T* norms, const Vertices* by, int64_t* ends, int64_t* codes, int64_t* masses,
-                          int64_t begin, int64_t end);
-    // out = onto + sum over ranks of scale * how often the elements of buckets begin .. end - 1 were drawn. `counts` has
-    // room for one bucket.
-    void (*vertices_sum)(const VertexCodes<T>* ranks, int count, const Vertices* by, const T* onto, T* out, int32_t* counts,
-                         int64_t begin, int64_t end);
-
     // Appends elements >= high or <= low. counts[0] += number of elements above 0, counts[1] += number below 0.
     void (*select_sides)(const T* x, T high, T low, int32_t first, int64_t n, Selected<T>* into, int64_t* counts);
 
@@ -327,6 +306,31 @@ template <class T> const Loops<T>& loops();
 const IntegerLoops& integer_loops();
 // The name of that instruction set.
 const char* isa();
+
+// Loops of one method need no slot in these tables: a header of their own declares them. GRACE_LOOP declares a template
+// of the type T for every instruction set. A file of kernels/cpu defines it and ends with GRACE_MAKE_LOOP(name), which
+// compiles it for float and double. GRACE_BEST(name<T>) is the one for this processor.
+#if defined(__x86_64__)
+#define GRACE_LOOP(...)                                \
+    namespace baseline { template <class T> __VA_ARGS__; } \
+    namespace avx2 { template <class T> __VA_ARGS__; }     \
+    namespace avx512 { template <class T> __VA_ARGS__; }
+#define GRACE_BEST(loop) best_of(baseline::loop, avx2::loop, avx512::loop)
+#else
+#define GRACE_LOOP(...) \
+    namespace baseline { template <class T> __VA_ARGS__; }
+#define GRACE_BEST(loop) best_of(baseline::loop)
+#endif
+#define GRACE_MAKE_LOOP(name)                    \
+    template decltype(name<float>) name<float>; \
+    template decltype(name<double>) name<double>;
+
+// The place of that instruction set among baseline, avx2 and avx512.
+int isa_index();
+template <class Loop, class... Others> Loop* best_of(Loop* baseline, Others*... newer) {
+    Loop* const all[] = {baseline, newer...};
+    return all[isa_index()];
+}
 
 // The size in bytes of n packed codes of 1 to 16 bits.
 static inline int64_t packed_size(int64_t n, int bits) {
