@@ -60,13 +60,15 @@ WITHIN = {
     "ternary_sum": (3 / 5, "of each payload: its digits are written twice and read once"),
     "precision_encode": (4 + 2 / 4, "elements are read twice; widths"),
     "precision_sum": (1 / 4, "of each payload: widths are read twice"),
+    "leading_encode": (3 * 4, "elements are read four times: for middles, lengths, counts and bytes"),
+    "leading_sum": (1 / 4, "of each payload: codes are read twice"),
     "rotated_encode": (4, "elements are read twice, once for their norm"),
     "spread_in_frame": (4 * 8, "of each coefficient: four projections read and write it again"),
     "count_sketch": (5 * 6 + 4 * 4, "each of five rows sorts blocks of 16 in four passes, and reads the elements"),
     "draw_vertices": (16, "cumulative sums of 64 bits are written and read"),
 }
 # Of these, each payload after the first reads and writes the sum again.
-AGAIN = ("precision_sum", "rotated_sum")
+AGAIN = ("precision_sum", "leading_sum", "rotated_sum")
 # Methods that make all their passes over the gradient by kernels.
 WHOLE = ("fp16", "signsgd", "efsignsgd", "onebit", "topk", "threshold", "randomk", "qsgd", "terngrad", "natural")
 WHOLE += ("eightbit", "uniform", "eden", "3lc")
@@ -112,20 +114,21 @@ class Counter:
     def _run(self, kernel, inputs, integers, numbers, consumes, *rest):
         results = self._plain(kernel, inputs, integers, numbers, consumes, *rest)
         if self.method and kernel not in ELSEWHERE:
-            found = (*moved(kernel, inputs, numbers, results, consumes), self.method)
+            found = (*moved(kernel, inputs, integers, numbers, results, consumes), self.method)
             self.largest[kernel] = max(self.largest.get(kernel, found), found)
             if self.method in self.total:
                 self.total[self.method] += found[0] + found[1]
         return results
 
 
-def moved(kernel, inputs, numbers, results, consumes):
+def moved(kernel, inputs, integers, numbers, results, consumes):
     """Return the bytes of arguments and results, and those that move within the kernel."""
     sizes = [x.nbytes for x in inputs]
     # A condition comes back as a Python bool.
     results = [x for x in results if not isinstance(x, bool)]
     outside = sum(sizes) + sum(x.nbytes for x in results)
-    within = WITHIN.get(kernel, (0, ""))[0] * max(x.size for x in (*inputs, *results))
+    # A list of bytes may be longer than the gradient.
+    within = WITHIN.get(kernel, (0, ""))[0] * max([x.size for x in (*inputs, *results) if x.itemsize > 1], default=0)
     if kernel in SPARSE:
         indices = sum(x.size for x in inputs[consumes:] if x.dtype == np.int32)
         # A factor other than 1 changes all elements.
@@ -146,8 +149,7 @@ def moved(kernel, inputs, numbers, results, consumes):
     ):
         within += SECTOR * sum(x.size for x in results if x.dtype == np.int32)
     if kernel in AGAIN:
-        payloads = sum(x.dtype == np.uint8 for x in inputs)
-        within += (payloads - 1) * 2 * (sizes[0] if consumes else results[0].nbytes)
+        within += (integers[0] - 1) * 2 * (sizes[0] if consumes else results[0].nbytes)
     return outside, within
 
 

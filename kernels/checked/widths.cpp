@@ -1,8 +1,9 @@
-// Codes of variable length: ternary digits with runs of zeros, and numbers of 0, 8, 16 or all bits.
+// Codes of variable length: ternary digits with runs of zeros, numbers of 0, 8, 16 or all bits, and leading bits.
 #include <cmath>
 #include <cstring>
 
 #include "grace/kernels.h"
+#include "grace/leading.h"
 
 namespace grace {
 namespace {
@@ -93,6 +94,67 @@ struct Starts {
     }
     int64_t total(int tag) const { return counts[counts.size() - 4 + static_cast<size_t>(tag)]; }
 };
+
+// The form of n elements in blocks of integer i. The bound is that of szx.
+LeadingForm leading_form_at(const Call& call, int i, int64_t n, double bound) {
+    const int64_t block = call.integer(i);
+    if (block < 4 || block % 4 != 0 || block > kMost) {
+        call.fail(Error::Kind::value, "expected blocks of a multiple of 4 elements, received " + std::to_string(block));
+    }
+    if (!(bound >= std::ldexp(1.0, -20) && bound < 1)) {
+        call.fail(Error::Kind::value, "expected a bound from 2^-20 to 1, received " + std::to_string(bound));
+    }
+    // What three roundings can add to an error is kept free, see szx.py.
+    return {n, block, static_cast<float>(bound - std::ldexp(1.0, -22)), std::ilogb(bound)};
+}
+
+int64_t blocks_of_task(const LeadingForm& form) { return std::max<int64_t>(1, kPiece / form.block); }
+
+// Sets starts[ranks * task] to the place in one rank's payload where each task of `each` blocks begins. Throws
+// Error(payload) if the payload does not have as many codes and bytes as its lengths and codes ask for.
+template <class T>
+void leading_places(Call& call, const LeadingForm& form, const LeadingCodes<T>& rank, int64_t each, int ranks,
+                    LeadingPlace* starts) {
+    const int64_t blocks = form.blocks(), tasks = divide_up(blocks, each);
+    int64_t codes = 0;
+    for (int64_t block = 0; block < blocks; ++block) {
+        if (block % each == 0) starts[ranks * (block / each)].codes = codes;
+        codes += rank.lengths[block] > 0 ? form.block : 0;
+    }
+    if (codes != 4 * rank.count) {
+        call.fail(Error::Kind::payload, "expected " + std::to_string(codes / 4) + " bytes of codes, as the lengths of "
+                                            "blocks ask for, received " + std::to_string(rank.count));
+    }
+    call.parallel(tasks, [&](int64_t task) {
+        LeadingPlace& mine = starts[ranks * task];
+        int64_t at = mine.codes;
+        for (int64_t block = task * each; block < std::min(blocks, (task + 1) * each); ++block) {
+            const int width = leading_width(std::min<int>(rank.lengths[block], 32));
+            if (width == 0) continue;
+            int64_t found[4] = {0, 0, 0, 0};
+            integer_loops().count_tags(rank.leads + at / 4, form.block, found);
+            found[0] = form.block - found[1] - found[2] - found[3];
+            at += form.block;
+            // An element with this code sends the bytes below width - code.
+            for (int code = 0; code < 4; ++code) {
+                for (int k = 0; k < width - code; ++k) mine.bytes[k] += found[code];
+            }
+        }
+    });
+    // From counts to positions, place by place.
+    int64_t size = 0;
+    for (int k = 0; k < kPlanes; ++k) {
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int64_t mine = starts[ranks * task].bytes[k];
+            starts[ranks * task].bytes[k] = size;
+            size += mine;
+        }
+    }
+    if (size != rank.size) {
+        call.fail(Error::Kind::payload, "expected " + std::to_string(size) + " bytes, as the lengths of blocks ask for, "
+                                            "received " + std::to_string(rank.size));
+    }
+}
 
 }  // namespace
 
@@ -239,6 +301,91 @@ GRACE_KERNEL(precision_sum, "[onto_ T], full T..., words int16..., bytes int8...
             }
             loops<T>().precision_sum(here.data(), ranks, byte_step, word_step,
                                      to.onto == nullptr ? nullptr : to.onto + begin, to.out + begin, end - begin, to.around);
+        });
+    });
+}
+
+GRACE_KERNEL(leading_encode, "x T, scale T; block; bound -> float32[blocks], uint8[blocks], uint8[], uint8[]") {
+    call.expect(2, 1, 1);
+    const LeadingForm form = leading_form_at(call, 0, call.input(0).size, call.number(0));
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const T* x = call.input<T>(0);
+        const T* scale = call.input<T>(1, 1);
+        float* middles = call.output<float>(form.blocks());
+        uint8_t* lengths = call.output<uint8_t>(form.blocks());
+        GRACE_GPU(call, leading_encode, x, scale, form, middles, lengths, [&](int64_t leads, int64_t bytes) {
+            uint8_t* packed = call.output<uint8_t>(leads);
+            return gpu::LeadingRoom{packed, call.output<uint8_t>(bytes)};
+        });
+        const int64_t each = blocks_of_task(form), tasks = divide_up(form.blocks(), each);
+        // Every task has lists of its own, as long as all of its elements need.
+        const int64_t room = each * form.block + 16;
+        Scratch<uint8_t> leads(tasks * room / 4), bytes(tasks * kPlanes * room);
+        const auto lists_of = [&](int64_t task) {
+            LeadingLists lists{&leads[task * room / 4], {}};
+            for (int k = 0; k < kPlanes; ++k) lists.bytes[k] = &bytes[(task * kPlanes + k) * room];
+            return lists;
+        };
+        std::vector<LeadingLists> ends(static_cast<size_t>(tasks));
+        call.parallel(tasks, [&](int64_t task) {
+            LeadingLists lists = lists_of(task);
+            Scratch<uint32_t> words(form.block + 1);
+            GRACE_BEST(leading_encode<T>)(x, *scale, &form, words.data(), task * each,
+                                          std::min(form.blocks(), (task + 1) * each), middles, lengths, &lists);
+            ends[static_cast<size_t>(task)] = lists;
+        });
+        // The bytes of a place follow those of the places below.
+        std::vector<LeadingPlace> starts(static_cast<size_t>(tasks));
+        int64_t count = 0, size = 0;
+        for (int k = 0; k < kPlanes; ++k) {
+            for (int64_t task = 0; task < tasks; ++task) {
+                starts[static_cast<size_t>(task)].bytes[k] = size;
+                size += ends[static_cast<size_t>(task)].bytes[k] - lists_of(task).bytes[k];
+            }
+        }
+        for (int64_t task = 0; task < tasks; ++task) {
+            starts[static_cast<size_t>(task)].codes = count;
+            count += ends[static_cast<size_t>(task)].leads - lists_of(task).leads;
+        }
+        uint8_t* packed = call.output<uint8_t>(count);
+        uint8_t* joined = call.output<uint8_t>(size);
+        call.parallel(tasks, [&](int64_t task) {
+            const LeadingLists lists = lists_of(task);
+            const LeadingLists& end = ends[static_cast<size_t>(task)];
+            const LeadingPlace& start = starts[static_cast<size_t>(task)];
+            std::copy(lists.leads, end.leads, packed + start.codes);
+            for (int k = 0; k < kPlanes; ++k) std::copy(lists.bytes[k], end.bytes[k], joined + start.bytes[k]);
+        });
+    });
+}
+
+GRACE_KERNEL(leading_sum, "[onto_ T], middles float32..., lengths uint8..., leads uint8..., bytes uint8..., scales T...; "
+                          "ranks, block, n, has_onto -> T[n]") {
+    const int ranks = ranks_at(call, 0), first = call.integer(3) != 0 ? 1 : 0;
+    call.expect(first + 5 * ranks, 4, 0);
+    const LeadingForm form = leading_form_at(call, 1, call.length(2), 0.5);
+    const int64_t blocks = form.blocks();
+    dispatch(call, call.input(first + 4 * ranks), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        std::vector<LeadingCodes<T>> payloads;
+        for (int r = 0; r < ranks; ++r) {
+            const int middles = first + r, lengths = middles + ranks, leads = lengths + ranks, bytes = leads + ranks;
+            payloads.push_back({call.input<float>(middles, blocks), call.input<uint8_t>(lengths, blocks),
+                                call.input<uint8_t>(leads), call.input<uint8_t>(bytes),
+                                call.input<T>(bytes + ranks, 1), call.input(leads).size, call.input(bytes).size});
+        }
+        const Target<T> to = target_of<T>(call, first == 1, form.n);
+        if (form.n == 0) return;
+        GRACE_GPU(call, leading_sum, payloads, form, to.onto, to.out);
+        const int64_t each = blocks_of_task(form), tasks = divide_up(blocks, each);
+        std::vector<LeadingPlace> starts(static_cast<size_t>(tasks * ranks));
+        for (int r = 0; r < ranks; ++r) {
+            leading_places(call, form, payloads[static_cast<size_t>(r)], each, ranks, &starts[static_cast<size_t>(r)]);
+        }
+        call.parallel(tasks, [&](int64_t task) {
+            GRACE_BEST(leading_sum<T>)(payloads.data(), &starts[static_cast<size_t>(task * ranks)], ranks, &form, to.onto,
+                                       to.out, task * each, std::min(blocks, (task + 1) * each), to.around);
         });
     });
 }

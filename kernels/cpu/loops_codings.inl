@@ -1,4 +1,6 @@
-// Powers of two, tables, ternary digits and numbers of several widths. Included by loops.inl.
+// Powers of two, tables, ternary digits, numbers of several widths and leading bits. Included by loops.inl.
+
+#include "grace/leading.h"
 
 namespace grace {
 namespace GRACE_ISA {
@@ -527,6 +529,130 @@ static void precision_sum(Widths<T>* ranks, int count, T byte_step, T word_step,
     };
     sum_ranks(count, onto, out, 0, n, around, NoVectors<T>(), decode);
 }
+
+// --- leading bits of blocks ------------------------------------------------------------------------------------------
+
+// Appends the codes and bytes of n words of this width, a multiple of 4. The word before the first one is read.
+template <int width> GRACE_LOCAL void leading_lists(const uint32_t* words, int64_t n, LeadingLists* into) {
+    alignas(64) uint8_t sent[kBlock];
+    for (int64_t at = 0; at < n; at += kBlock) {
+        const int64_t length = lesser(kBlock, n - at);
+        const uint32_t* mine = words + at;
+        for (int64_t i = 0; i < length; ++i) sent[i] = uint8_t(leading_sent(mine[i] ^ mine[i - 1], width));
+        for (int64_t i = 0; i < length; i += 4) {
+            uint32_t byte = 0;
+            for (int j = 0; j < 4; ++j) byte |= uint32_t(width - sent[i + j]) << (2 * j);
+            *into->leads++ = uint8_t(byte);
+        }
+        for (int k = 0; k < width; ++k) {
+            uint8_t* to = into->bytes[k];
+            int64_t i = 0;
+#if defined(__AVX512F__)
+            for (; i + 16 <= length; i += 16) {
+                const __m512i word = _mm512_srlv_epi32(_mm512_loadu_si512(mine + i), _mm512_set1_epi32(8 * k));
+                const __m128i counts = _mm_load_si128(reinterpret_cast<const __m128i*>(sent + i));
+                const __mmask16 chosen = _mm_cmpgt_epi8_mask(counts, _mm_set1_epi8(char(k)));
+                const __m512i found = _mm512_maskz_compress_epi32(chosen, word);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(found));
+                to += __builtin_popcount(chosen);
+            }
+#endif
+            for (; i < length; ++i) {
+                *to = uint8_t(mine[i] >> (8 * k));
+                to += sent[i] > k ? 1 : 0;
+            }
+            into->bytes[k] = to;
+        }
+    }
+}
+
+template <class T>
+void leading_encode(const T* x, T scale, const LeadingForm* form, uint32_t* words, int64_t begin, int64_t end,
+                    float* middles, uint8_t* lengths, LeadingLists* into) {
+    const T safe = scale > 0 ? scale : T(1);
+    const LeadingForm by = *form;
+    ++words;
+    for (int64_t block = begin; block < end; ++block) {
+        const T* mine = x + block * by.block;
+        const int64_t length = lesser(by.block, by.n - block * by.block);
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        for (int64_t i = 0; i < length; ++i) {
+            const int32_t place = ordered_bits(bits_as<int32_t>(float(mine[i] / safe)));
+            words[i] = uint32_t(place);
+            low = place < low ? place : low;
+            high = place > high ? place : high;
+        }
+        const float middle = leading_middle(bits_as<float>(ordered_bits(low)), bits_as<float>(ordered_bits(high)));
+        uint32_t most = 0;
+        for (int64_t i = 0; i < length; ++i) {
+            const float rest = leading_rest(bits_as<float>(ordered_bits(int32_t(words[i]))), middle);
+            words[i] = bits_as<uint32_t>(rest);
+            most = magnitude_bits(rest) > most ? magnitude_bits(rest) : most;
+        }
+        const int kept = leading_length(bits_as<float>(most), by), width = leading_width(kept);
+        middles[block] = middle;
+        lengths[block] = uint8_t(kept);
+        if (kept == 0) continue;
+        for (int64_t i = 0; i < length; ++i) words[i] >>= 32 - kept;
+        for (int64_t i = length; i < by.block; ++i) words[i] = words[length - 1];
+        // All bytes of the first word differ from this one.
+        words[-1] = words[0] ^ (~0u >> (32 - 8 * width));
+        if (width == 2) {
+            leading_lists<2>(words, by.block, into);
+        } else if (width == 3) {
+            leading_lists<3>(words, by.block, into);
+        } else {
+            leading_lists<4>(words, by.block, into);
+        }
+    }
+}
+
+// The next n words of this width. A byte that is not sent is that of the last word that sends one.
+template <int width>
+GRACE_LOCAL void leading_words(const uint8_t* leads, const uint8_t* bytes, LeadingPlace* place, int64_t n,
+                               uint32_t* words) {
+    LeadingPlace here = *place;
+    for (int64_t i = 0; i < n; ++i, ++here.codes) {
+        const int sent = width - (leads[here.codes / 4] >> (2 * (here.codes % 4)) & 3);
+        uint32_t word = 0;
+        for (int k = 0; k < width; ++k) {
+            here.bytes[k] += sent > k ? 1 : 0;
+            // Only in a damaged payload no word has sent one.
+            word |= (here.bytes[k] > 0 ? uint32_t(bytes[here.bytes[k] - 1]) : 0u) << (8 * k);
+        }
+        words[i] = word;
+    }
+    *place = here;
+}
+
+template <class T>
+void leading_sum(const LeadingCodes<T>* ranks, LeadingPlace* places, int count, const LeadingForm* form, const T* onto,
+                 T* out, int64_t begin, int64_t end, bool around) {
+    const LeadingForm by = *form;
+    const auto decode = [&](int r, int64_t at, int64_t length, T* values) {
+        const LeadingCodes<T>& mine = ranks[r];
+        const T scale = *mine.scale;
+        alignas(64) uint32_t words[kBlock];
+        for (int64_t i = 0; i < length;) {
+            const int64_t block = (at + i) / by.block, n = lesser(length - i, (block + 1) * by.block - at - i);
+            const int kept = int(lesser(mine.lengths[block], 32));
+            const float middle = mine.middles[block];
+            switch (leading_width(kept)) {
+                case 1: leading_words<1>(mine.leads, mine.bytes, &places[r], n, words); break;
+                case 2: leading_words<2>(mine.leads, mine.bytes, &places[r], n, words); break;
+                case 3: leading_words<3>(mine.leads, mine.bytes, &places[r], n, words); break;
+                case 4: leading_words<4>(mine.leads, mine.bytes, &places[r], n, words); break;
+                default: memset(words, 0, size_t(n) * sizeof(uint32_t));
+            }
+            for (int64_t j = 0; j < n; ++j) values[i + j] = T(leading_value(words[j], kept, middle)) * scale;
+            i += n;
+        }
+    };
+    sum_ranks(count, onto, out, begin * by.block, lesser(end * by.block, by.n), around, NoVectors<T>(), decode);
+}
+
+GRACE_MAKE_LOOP(leading_encode)
+GRACE_MAKE_LOOP(leading_sum)
 
 }  // namespace GRACE_ISA
 }  // namespace grace

@@ -1,4 +1,5 @@
-// Codes of variable length: ternary digits with runs of zeros, and numbers of 0, 8, 16 or all bits.
+// Codes of variable length: ternary digits with runs of zeros, numbers of 0, 8, 16 or all bits, and leading bits.
+#include "grace/leading.h"
 #include "ranks.h"
 #include "stretches.h"
 
@@ -252,6 +253,261 @@ __global__ void unite_kernel(WidthCodes<T> rank, int64_t n, T byte_step, T word_
     }
 }
 
+// The number of bytes of each place and, last, of packed codes, as for Three.
+constexpr int kLists = kPlanes + 1;
+struct Five {
+    uint64_t of[kLists];
+};
+struct AddFive {
+    __device__ Five operator()(const Five& a, const Five& b) const {
+        Five sum;
+        for (int k = 0; k < kLists; ++k) sum.of[k] = a.of[k] + b.of[k];
+        return sum;
+    }
+};
+
+// The numbers before this thread in its block, and those of the whole block. There are at most 2048 of each.
+__device__ inline Five five_before(const Five& mine, Five* total) {
+    uint64_t packed = 0, all;
+    for (int k = 0; k < kLists; ++k) packed |= mine.of[k] << (12 * k);
+    packed = joined_before(packed, uint64_t(0), Added<uint64_t>(), &all);
+    Five before;
+    for (int k = 0; k < kLists; ++k) {
+        before.of[k] = packed >> (12 * k) & 0xFFFu;
+        total->of[k] = all >> (12 * k) & 0xFFFu;
+    }
+    return before;
+}
+
+__device__ inline Five lists_before(const uint64_t* lists, int64_t count) {
+    Five before;
+    for (int k = 0; k < kLists; ++k) before.of[k] = lists[blockIdx.x + k * (count + 1)];
+    return before;
+}
+
+// Stores the counts of lists `first` to `end` - 1.
+__device__ inline void store_five(const Five& mine, uint64_t* lists, int64_t count, int first, int end) {
+    const Five all = joined(mine, AddFive());
+    if (threadIdx.x != 0) return;
+    for (int k = first; k < end; ++k) lists[blockIdx.x + k * (count + 1)] = all.of[k];
+}
+
+template <class T> __device__ inline float leading_share(const T* x, const T* scale, int64_t i) {
+    return float(x[i] / (*scale > 0 ? *scale : T(1)));
+}
+
+// One warp finds the middle and the length of a block.
+template <class T>
+__global__ void blocks_kernel(const T* x, const T* scale, LeadingForm form, float* middles, uint8_t* lengths) {
+    const int lane = int(threadIdx.x % kWarp);
+    const int64_t warps = int64_t(gridDim.x) * (kThreads / kWarp);
+    // The bound is the same for all threads of a warp, so they leave the loop together.
+    for (int64_t block = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp; block < form.blocks(); block += warps) {
+        const int64_t first = block * form.block, end = first + form.block < form.n ? first + form.block : form.n;
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        for (int64_t i = first + lane; i < end; i += kWarp) {
+            const int32_t place = ordered_bits(bits_as<int32_t>(leading_share(x, scale, i)));
+            low = place < low ? place : low;
+            high = place > high ? place : high;
+        }
+        for (int step = kWarp / 2; step > 0; step /= 2) {
+            const int32_t lower = __shfl_xor_sync(kAll, low, step), higher = __shfl_xor_sync(kAll, high, step);
+            low = lower < low ? lower : low;
+            high = higher > high ? higher : high;
+        }
+        const float middle = leading_middle(bits_as<float>(ordered_bits(low)), bits_as<float>(ordered_bits(high)));
+        uint32_t most = 0;
+        for (int64_t i = first + lane; i < end; i += kWarp) {
+            const uint32_t size = magnitude_bits(leading_rest(leading_share(x, scale, i), middle));
+            most = size > most ? size : most;
+        }
+        for (int step = kWarp / 2; step > 0; step /= 2) {
+            const uint32_t other = __shfl_xor_sync(kAll, most, step);
+            most = other > most ? other : most;
+        }
+        if (lane != 0) continue;
+        middles[block] = middle;
+        lengths[block] = uint8_t(leading_length(bits_as<float>(most), form));
+    }
+}
+
+// The words of a group of 8 elements and how many bytes each sends. `quads` is the number of bytes of packed codes, 0 to
+// 2, and `leads` has these bytes.
+struct LeadingGroup {
+    uint32_t words[8], leads, quads;
+    int sent[8];
+};
+
+template <class T> struct LeadingSource {
+    const T *x, *scale;
+    const float* middles;
+    const uint8_t* lengths;
+    LeadingForm form;
+    Divisor by;
+
+    __device__ uint32_t word(int64_t i, int64_t block) const {
+        const float y = leading_share(x, scale, i < form.n ? i : form.n - 1);
+        return bits_as<uint32_t>(leading_rest(y, middles[block])) >> (32 - lengths[block]);
+    }
+    __device__ LeadingGroup group(int64_t group) const {
+        LeadingGroup made = {};
+        for (int half = 0; half < 2; ++half) {
+            const int64_t first = 8 * group + 4 * half;
+            if (first >= form.filled()) break;
+            const int64_t block = quotient(first, by);
+            const int width = leading_width(lengths[block]);
+            if (width == 0) continue;
+            uint32_t before = first > block * form.block ? word(first - 1, block) : 0u, codes = 0;
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t here = word(first + j, block);
+                const int sent = first + j == block * form.block ? width : leading_sent(here ^ before, width);
+                codes |= uint32_t(width - sent) << (2 * j);
+                made.words[4 * half + j] = before = here;
+                made.sent[4 * half + j] = sent;
+            }
+            made.leads |= codes << (8 * made.quads++);
+        }
+        return made;
+    }
+};
+
+__device__ inline Five counts_of(const LeadingGroup& group) {
+    Five counts = {};
+    for (int j = 0; j < 8; ++j) {
+        for (int k = 0; k < kPlanes; ++k) counts.of[k] += group.sent[j] > k ? 1u : 0u;
+    }
+    counts.of[kPlanes] = group.quads;
+    return counts;
+}
+
+template <class T> __global__ void leading_counts_kernel(LeadingSource<T> from, Shares shares, uint64_t* lists) {
+    Five counts = {};
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        counts = AddFive()(counts, counts_of(from.group(tile * kThreads + threadIdx.x)));
+    }
+    store_five(counts, lists, shares.count, 0, kLists);
+}
+
+// The starts of the lists of bytes, one for each place, in the list of all bytes.
+__device__ inline void starts_of(const uint64_t* lists, int64_t count, uint64_t starts[kPlanes]) {
+    uint64_t start = 0;
+    for (int k = 0; k < kPlanes; ++k) {
+        starts[k] = start;
+        start += lists[count + k * (count + 1)];
+    }
+}
+
+template <class T>
+__global__ void leading_write_kernel(LeadingSource<T> from, Shares shares, const uint64_t* lists, LeadingRoom out) {
+    Five before = lists_before(lists, shares.count);
+    uint64_t starts[kPlanes];
+    starts_of(lists, shares.count, starts);
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const LeadingGroup group = from.group(tile * kThreads + threadIdx.x);
+        Five total;
+        const Five at = AddFive()(before, five_before(counts_of(group), &total));
+        before = AddFive()(before, total);
+        for (uint32_t q = 0; q < group.quads; ++q) out.leads[at.of[kPlanes] + q] = uint8_t(group.leads >> (8 * q));
+        for (int k = 0; k < kPlanes; ++k) {
+            uint64_t to = starts[k] + at.of[k];
+            for (int j = 0; j < 8; ++j) {
+                if (group.sent[j] > k) out.bytes[to++] = uint8_t(group.words[j] >> (8 * k));
+            }
+        }
+    }
+}
+
+// What a payload says of the 8 elements of a group.
+template <class T> struct LeadingTarget {
+    LeadingCodes<T> rank;
+    LeadingForm form;
+    Divisor by;
+
+    __device__ int kept(int64_t block) const { return rank.lengths[block] < 32 ? rank.lengths[block] : 32; }
+    // The number of bytes of packed codes.
+    __device__ uint32_t quads(int64_t group) const {
+        uint32_t quads = 0;
+        for (int64_t i = 8 * group; i < 8 * group + 8 && i < form.filled(); i += 4) {
+            quads += rank.lengths[quotient(i, by)] > 0 ? 1u : 0u;
+        }
+        return quads;
+    }
+    // Their codes begin at byte `quad`. Those that are missing are 0.
+    __device__ void read(int64_t group, uint64_t quad, int sent[8]) const {
+        for (int half = 0; half < 2; ++half) {
+            const int64_t first = 8 * group + 4 * half;
+            const int width = first < form.filled() ? leading_width(kept(quotient(first, by))) : 0;
+            uint32_t codes = 0;
+            if (width > 0) {
+                codes = quad < uint64_t(rank.count) ? rank.leads[quad] : 0u;
+                ++quad;
+            }
+            for (int j = 0; j < 4; ++j) {
+                const int mine = width - int(codes >> (2 * j) & 3u);
+                sent[4 * half + j] = mine < 0 ? 0 : mine;
+            }
+        }
+    }
+};
+
+template <class T> __global__ void quads_kernel(LeadingTarget<T> from, Shares shares, uint64_t* lists) {
+    Five counts = {};
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        counts.of[kPlanes] += from.quads(tile * kThreads + threadIdx.x);
+    }
+    store_five(counts, lists, shares.count, kPlanes, kLists);
+}
+
+template <class T> __global__ void sent_kernel(LeadingTarget<T> from, Shares shares, uint64_t* lists) {
+    uint64_t quad = lists[blockIdx.x + kPlanes * (shares.count + 1)];
+    Five counts = {};
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        uint32_t total;
+        int sent[8];
+        from.read(group, quad + joined_before(from.quads(group), 0u, Added<uint32_t>(), &total), sent);
+        quad += total;
+        for (int j = 0; j < 8; ++j) {
+            for (int k = 0; k < kPlanes; ++k) counts.of[k] += sent[j] > k ? 1u : 0u;
+        }
+    }
+    store_five(counts, lists, shares.count, 0, kPlanes);
+}
+
+template <class T>
+__global__ void leading_sum_kernel(LeadingTarget<T> from, Shares shares, const uint64_t* lists, const T* onto, T* out) {
+    Five before = lists_before(lists, shares.count);
+    uint64_t starts[kPlanes];
+    starts_of(lists, shares.count, starts);
+    const uint64_t size = uint64_t(from.rank.size);
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        uint32_t quads;
+        int sent[8];
+        from.read(group, before.of[kPlanes] + joined_before(from.quads(group), 0u, Added<uint32_t>(), &quads), sent);
+        Five mine = {}, total;
+        for (int j = 0; j < 8; ++j) {
+            for (int k = 0; k < kPlanes; ++k) mine.of[k] += sent[j] > k ? 1u : 0u;
+        }
+        Five at = AddFive()(before, five_before(mine, &total));
+        before = AddFive()(before, total);
+        before.of[kPlanes] += quads;
+        for (int j = 0; j < 8 && 8 * group + j < from.form.n; ++j) {
+            const int64_t i = 8 * group + j, block = quotient(i, from.by);
+            const int kept = from.kept(block);
+            uint32_t word = 0;
+            for (int k = 0; k < leading_width(kept); ++k) {
+                at.of[k] += sent[j] > k ? 1u : 0u;
+                // A byte that is not sent is that of the last element that sends one.
+                const uint64_t next = starts[k] + at.of[k];
+                if (next > 0 && next <= size) word |= uint32_t(from.rank.bytes[next - 1]) << (8 * k);
+            }
+            const T value = T(leading_value(word, kept, from.rank.middles[block])) * *from.rank.scale;
+            out[i] = onto == nullptr ? value : onto[i] + value;
+        }
+    }
+}
+
 }  // namespace
 
 template <class T>
@@ -329,12 +585,57 @@ void precision_sum(const Stream& on, const std::vector<WidthCodes<T>>& ranks, T 
     }
 }
 
+template <class T>
+void leading_encode(const Stream& on, const T* x, const T* scale, const LeadingForm& form, float* middles,
+                    uint8_t* lengths, const std::function<LeadingRoom(int64_t leads, int64_t bytes)>& room) {
+    const LeadingSource<T> from{x, scale, middles, lengths, form, divisor(form.block)};
+    const Shares shares = shares_of(form.filled());
+    const int64_t count = shares.count;
+    uint64_t* lists = scratch<uint64_t>(on, kLists * (count + 1));
+    Five* totals = scratch<Five>(on, 1);
+    launch(on, blocks_for(form.blocks(), kThreads / kWarp), blocks_kernel<T>, x, scale, form, middles, lengths);
+    launch(on, count, leading_counts_kernel<T>, from, shares, lists);
+    add_before(on, lists, count, kLists);
+    each(on, kLists, [=] __device__(int64_t k) { totals->of[k] = lists[count + k * (count + 1)]; });
+    const Five found = fetched(on, totals);
+    uint64_t bytes = 0;
+    for (int k = 0; k < kPlanes; ++k) bytes += found.of[k];
+    const LeadingRoom out = room(static_cast<int64_t>(found.of[kPlanes]), static_cast<int64_t>(bytes));
+    launch(on, count, leading_write_kernel<T>, from, shares, lists, out);
+}
+
+template <class T>
+void leading_sum(const Stream& on, const std::vector<LeadingCodes<T>>& ranks, const LeadingForm& form, const T* onto,
+                 T* out) {
+    const Shares shares = shares_of(form.filled());
+    const int64_t count = shares.count;
+    int* fault = on.fault;
+    uint64_t* lists = scratch<uint64_t>(on, kLists * (count + 1));
+    uint64_t* quads = lists + kPlanes * (count + 1);
+    for (size_t r = 0; r < ranks.size(); ++r) {
+        const LeadingTarget<T> from{ranks[r], form, divisor(form.block)};
+        launch(on, count, quads_kernel<T>, from, shares, lists);
+        add_before(on, quads, count);
+        launch(on, count, sent_kernel<T>, from, shares, lists);
+        add_before(on, lists, count, kPlanes);
+        each(on, 1, [=] __device__(int64_t) {
+            uint64_t bytes = 0;
+            for (int k = 0; k < kPlanes; ++k) bytes += lists[count + k * (count + 1)];
+            if (quads[count] != uint64_t(from.rank.count) || bytes != uint64_t(from.rank.size)) note_fault(fault);
+        });
+        launch(on, count, leading_sum_kernel<T>, from, shares, lists, r > 0 ? out : onto, out);
+    }
+}
+
 #define GRACE_MAKE(T)                                                                                                  \
     template void ternary_encode<T>(const Stream&, const T*, const T*, int64_t, const std::function<uint8_t*(int64_t)>&); \
     template void ternary_sum<T>(const Stream&, const std::vector<TernaryCodes<T>>&, const T*, T*, int64_t);            \
     template void precision_encode<T>(const Stream&, const T*, const T*, T, T, T, T, T, int64_t,                                 \
                                       const std::function<Split<T>(int64_t, int64_t, int64_t)>&);                      \
-    template void precision_sum<T>(const Stream&, const std::vector<WidthCodes<T>>&, T, T, const T*, T*, int64_t);
+    template void precision_sum<T>(const Stream&, const std::vector<WidthCodes<T>>&, T, T, const T*, T*, int64_t);      \
+    template void leading_encode<T>(const Stream&, const T*, const T*, const LeadingForm&, float*, uint8_t*,            \
+                                    const std::function<LeadingRoom(int64_t, int64_t)>&);                                \
+    template void leading_sum<T>(const Stream&, const std::vector<LeadingCodes<T>>&, const LeadingForm&, const T*, T*);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

@@ -29,7 +29,7 @@ from grace.core.compressors import (
     wangni,
 )
 from grace.core.compressors import uniform as integers
-from grace.core.compressors.contrib import adacomp, alq, fedqcs, kashin, vqsgd
+from grace.core.compressors.contrib import adacomp, alq, fedqcs, kashin, szx, vqsgd
 from grace.core.memories import dgc
 from grace.core.memories import variance as squares
 from grace.core.ops import get_ops, native
@@ -916,6 +916,42 @@ def precision_sum(ops, g):
             payloads = [tuple(g.lay(part, 1) for part in one) for one in made]
             scales = [g.scalar(scale) for _ in made]
             yield inceptionn.precision_sum(ops, payloads, scales, m, h, g.n, g.x() if onto else None)
+
+
+# The bound of an error, and the elements of a block.
+BLOCKS = [(2.0**-5, 128), (0.3, 4), (2.0**-20, 12), (0.01, 3000)]
+
+
+@case
+def leading_encode(ops, g):
+    for bound, block in g.some(BLOCKS):
+        for x in (g.numbers(), np.sort(g.numbers())):
+            scale = np.abs(x).max(initial=0)
+            for divisor in (scale, scale * 2):
+                yield szx.leading_encode(ops, g.lay(x), g.scalar(divisor), bound, block)
+
+
+def any_bits(g: Given, block: int) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return a payload of random lengths and codes, which no gradient has, and of as many bytes as they ask for."""
+    kept = g.rng.choice([0, 1, 9, 16, 20, 32, 255], -(-g.n // block)).astype(np.uint8)
+    codes = g.rng.integers(0, 4, (np.count_nonzero(kept), block))
+    width = -(-np.minimum(kept[kept > 0], 32).astype(int) // 8)
+    count = int((width[:, None] - codes).clip(0).sum())
+    middles = g.rng.standard_normal(len(kept)).astype(np.float32)
+    # Without the highest bits there are neither NaN nor infinite elements.
+    return middles, kept, g.reference.pack(codes.ravel(), 2), g.rng.integers(0, 64, count).astype(np.uint8)
+
+
+@case
+def leading_sum(ops, g):
+    for bound, block in g.some(BLOCKS):
+        for onto, scale in ((False, 1), (True, -0.3)):
+            one = np.ones(1, g.dtype)
+            share = [x / (np.abs(x).max(initial=0) or 1) for x in (g.numbers() for _ in range(g.ranks))]
+            made = [szx.leading_encode(g.reference, x, one, bound, block) for x in share] + [any_bits(g, block)]
+            payloads = [tuple(g.lay(part, 1) for part in one) for one in made]
+            scales = [g.scalar(scale) for _ in made]
+            yield szx.leading_sum(ops, payloads, scales, block, g.n, g.x() if onto else None)
 
 
 # --- selections and sketches ---------------------------------------------------------------------------------------

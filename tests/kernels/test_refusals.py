@@ -15,6 +15,7 @@ from grace.core.compressors.contrib.adacomp import select_in_bins
 from grace.core.compressors.contrib.alq import best_levels
 from grace.core.compressors.contrib.fedqcs import largest_of_blocks, recover_sparse
 from grace.core.compressors.contrib.kashin import project_from_frame, spread_in_frame
+from grace.core.compressors.contrib.szx import leading_encode, leading_sum
 from grace.core.compressors.contrib.vqsgd import draw_vertices, vertices_sum
 from grace.core.compressors.inceptionn import precision_sum
 from grace.core.compressors.lpc import floor_packed
@@ -577,6 +578,36 @@ REFUSED = {
         lambda o, m: precision_sum(o, [(m.f(0), m.i(dtype="int16"), m.i(dtype="int8"), m.b(3, 2))], [m.f(1)], 5, 0, 10),
         PayloadError,
         "expected 3 numbers.*tags 2.*received 0",
+    ),
+    "leading bits: blocks of 6": (
+        lambda o, m: leading_encode(o, m.f(10), m.f(1), 0.5, 6),
+        ValueError,
+        "expected blocks of a multiple of 4 elements, received 6",
+    ),
+    "leading bits: a bound of 1": (
+        lambda o, m: leading_encode(o, m.f(10), m.f(1), 1.0, 8),
+        ValueError,
+        "expected a bound from 2\\^-20 to 1, received 1",
+    ),
+    "leading bits: a block missing": (
+        lambda o, m: leading_sum(o, [(m.f(2), m.b(3), m.b(0), m.b(0))], [m.f(1)], 4, 10),
+        PayloadError,
+        "expected 3 elements, received 2",
+    ),
+    "leading bits: codes missing": (
+        lambda o, m: leading_sum(o, [(m.f(3), m.b(3, 9), m.b(2), m.b(24))], [m.f(1)], 4, 10),
+        PayloadError,
+        "expected 3 bytes of codes, as the lengths of blocks ask for, received 2",
+    ),
+    "leading bits: a byte missing": (
+        lambda o, m: leading_sum(o, [(m.f(3), m.b(3, 9), m.b(3), m.b(23))], [m.f(1)], 4, 10),
+        PayloadError,
+        "expected 24 bytes, as the lengths of blocks ask for, received 23",
+    ),
+    "leading bits: a byte too many": (
+        lambda o, m: leading_sum(o, [(m.f(3), m.b(3), m.b(0), m.b(1))], [m.f(1)], 4, 10),
+        PayloadError,
+        "expected 0 bytes, as the lengths of blocks ask for, received 1",
     ),
 }
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import struct
-
 import numpy as np
 import pytest
 
@@ -12,6 +9,7 @@ from grace.core.errors import ConfigError, PayloadError
 from grace.core.ops import get_ops
 from grace.testing.harness import FRAMEWORKS, exchange, host
 from tests.papers.common import OPS, make, normal, payload, send, simulate, spec, step
+from tests.support.composite_results import leading_bits
 
 BOUNDS = [0.9, 0.3, 2**-5, 0.01, 2**-12, 1e-4, 2**-20]
 
@@ -22,38 +20,6 @@ def values(dtype: str) -> np.ndarray:
     rough, smooth = rng.standard_normal(700), 1 + 1e-3 * np.sin(np.arange(300) / 30)
     sizes = rng.uniform(-1, 1, 700) * 2.0 ** rng.uniform(-140, 2, 700)
     return np.concatenate([rough, np.zeros(256), np.full(130, -0.7), smooth, sizes, [5.0, -5.0]]).astype(dtype)
-
-
-def bits_of(x: float) -> int:
-    return int.from_bytes(struct.pack(">f", x), "big")
-
-
-def encoded(y: np.ndarray, bound: float, block: int) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return lengths, codes, and the bytes of the four places, lowest first, one element after another."""
-    lengths, codes, planes = [], [], [[] for _ in range(4)]
-    for start in range(0, len(y), block):
-        part = y[start : start + block]
-        part = np.concatenate([part, np.full(block - len(part), part[-1])])
-        middle = np.float32((part.max() + part.min()) * np.float32(0.5))
-        v = part - middle
-        radius = float(np.abs(v).max())
-        if radius <= bound - 2.0**-22:
-            lengths.append(0)
-            continue
-        kept = min(32, max(9, 9 + math.floor(math.log2(radius)) - math.floor(math.log2(bound)) + 1))
-        lengths.append(kept)
-        size, before = math.ceil(kept / 8), None
-        for x in v:
-            # The bits below are dropped, and the others shifted right to the end of a byte.
-            word = (bits_of(float(x)) >> (32 - kept)).to_bytes(size, "big")
-            equal = 0
-            while before and equal < min(3, size) and word[equal] == before[equal]:
-                equal += 1
-            codes.append(equal)
-            for place, byte in enumerate(reversed(word[equal:])):
-                planes[place].append(byte)
-            before = word
-    return lengths, codes, planes
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -74,10 +40,9 @@ def test_the_format_is_that_of_a_plain_reading(bound):
     x[np.abs(x) < 2.0**-50] = 0
     block = 32
     sent = payload(make("szx", error_bound=bound, block_size=block), x)
-    lengths, codes, planes = encoded(x / np.abs(x).max(), bound, block)
-    assert sent["lengths"].tolist() == lengths
-    assert OPS.unpack(sent["leads"], 2, len(codes)).tolist() == codes
-    assert sent["bytes"].tolist() == [byte for plane in planes for byte in plane]
+    arrays, _ = leading_bits(x / np.abs(x).max(), bound, block)
+    for name, array in zip(("middles", "lengths", "leads", "bytes"), arrays, strict=True):
+        assert sent[name].tolist() == array.tolist()
 
 
 def test_a_block_of_nearly_equal_elements_is_its_middle():

@@ -6,6 +6,7 @@ Elements are multiples of 2^-10, so that sums in float64 are exact in any order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -773,6 +774,53 @@ def precision(n, dtype):
                 return payloads[:count], [scale] * count, *rest
 
             yield from sums("precision_sum", [v * scale for v in values], args, numbers(n, dtype, 9))
+
+
+def leading_bits(y: np.ndarray, bound: float, block: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Return the payload of float32 numbers without the scale, by a plain reading of SZx, and what it decodes to."""
+    middles, lengths, codes, values = [], [], [], [np.zeros(0, np.float32)]
+    planes: list[list[int]] = [[], [], [], []]
+    for start in range(0, len(y), block):
+        part = y[start : start + block]
+        part = np.concatenate([part, np.full(block - len(part), part[-1])])
+        # A sum with 0 takes the sign from a zero.
+        middle = (part.max() + part.min()) * np.float32(0.5) + np.float32(0)
+        rest = np.where(abs(part - middle) < 2.0**-60, np.float32(0), part - middle)
+        radius, kept = float(abs(rest).max()), 0
+        if radius > bound - 2.0**-22:
+            kept = min(32, max(9, math.frexp(radius)[1] - math.frexp(bound)[1] + 10))
+        words, size, before = rest.view(np.uint32).astype(np.int64) >> (32 - kept), -(-kept // 8), b""
+        for word in words if kept else ():
+            sent = int(word).to_bytes(size, "big")
+            equal = next((i for i in range(min(3, size)) if before[i : i + 1] != sent[i : i + 1]), min(3, size))
+            codes.append(equal)
+            for place, byte in enumerate(reversed(sent[equal:])):
+                planes[place].append(byte)
+            before = sent
+        middles.append(middle)
+        lengths.append(kept)
+        values.append((words << (32 - kept)).astype(np.uint32).view(np.float32) + middle)
+    fields = np.array(middles, np.float32), np.array(lengths, np.uint8), packed(np.array(codes), 2)
+    data = np.array([byte for plane in planes for byte in plane], np.uint8)
+    return (*fields, data), np.concatenate(values)[: len(y)]
+
+
+@case
+def leading(n, dtype):
+    for bound, block in ((2.0**-5, 8), (0.3, 4), (2.0**-18, 12)):
+        payloads, scales, values = [], [], []
+        for x in several(n, dtype):
+            scale = np.array([abs(x).max(initial=0)], dtype)
+            payload, decoded = leading_bits((x / np.where(scale > 0, scale, 1)).astype(np.float32), bound, block)
+            payloads.append(payload)
+            scales.append(scale)
+            values.append(decoded.astype(dtype) * scale)
+            yield Call("leading_encode", (x, scale, bound, block), {}, payload)
+
+        def args(count, payloads=payloads, scales=scales, block=block):
+            return payloads[:count], scales[:count], block, n
+
+        yield from sums("leading_sum", values, args, numbers(n, dtype, 9))
 
 
 # --- selections and sketches --------------------------------------------------------------------------------------

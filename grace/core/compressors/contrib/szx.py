@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.site import Site
-from grace.core.ops.composites import ArrayOps
+from grace.core.ops.composites import ArrayOps, plus
+from grace.core.ops.table import composite
 from grace.core.spec import Array, Field, Payload, TensorSpec
 
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
+
+_FIELDS = ("middles", "lengths", "leads", "bytes")
 # What three roundings to float32 can add to an error, relative to the largest magnitude.
 _ROUNDING = 2.0**-22
 # Differences below it count as 0, because frameworks differ in denormal numbers.
@@ -85,29 +92,39 @@ class SZx(Compressor):
         )
 
     def compress(self, x: Array, at: Site) -> Payload:
-        ops = at.ops
-        scale = ops.flat_max_abs(x)
-        y = ops.cast(x / ops.where(scale > 0, scale, 1.0), "float32")
-        middles, lengths, leads, data = _encode(ops, y, self.error_bound, self.block_size)
-        return {"scale": scale, "middles": middles, "lengths": lengths, "leads": leads, "bytes": data}
+        scale = at.ops.flat_max_abs(x)
+        arrays = leading_encode(at.ops, x, scale, self.error_bound, self.block_size)
+        return {"scale": scale, **dict(zip(_FIELDS, arrays, strict=True))}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
-        lengths, leads, data = (payload[name] for name in ("lengths", "leads", "bytes"))
-        y = _decode(at.ops, payload["middles"], lengths, leads, data, at.spec.numel, self.block_size)
-        return at.ops.cast(y, at.spec.work_dtype) * payload["scale"]
+        return self.merge([payload], at)
+
+    def merge(self, payloads: Sequence[Payload], at: Site) -> Array:
+        return self._sum(payloads, [payload["scale"] for payload in payloads], at)
+
+    def residual_(self, x: Array, payload: Payload, at: Site) -> Array:
+        return self._sum([payload], [-payload["scale"]], at, onto=x)
+
+    def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
+        arrays = [tuple(payload[name] for name in _FIELDS) for payload in payloads]
+        return leading_sum(at.ops, arrays, scales, self.block_size, at.spec.numel, onto, at.out)
 
 
-def _encode(ops: ArrayOps, y: Array, bound: float, block: int) -> tuple[Array, Array, Array, Array]:
-    """Encode float32 numbers from -1 to 1 in blocks, so that no error exceeds the bound less `_ROUNDING`.
+@composite()
+def leading_encode(
+    ops: ArrayOps, x: Array, scale: Array, bound: float, block: int
+) -> tuple[Array, Array, Array, Array]:
+    """Encode y = x / scale, or x if the scale is 0, as float32 in blocks; no error exceeds the bound if |y| <= 1.
 
     Returns the middles of the blocks (float32), how many leading bits their elements keep (uint8; 0 for none), the
-    numbers of equal leading bytes, packed, and the other bytes: first the low bytes of all elements, then the next.
+    numbers of equal leading bytes, packed, and the other bytes: first the low bytes of all elements, then the next. The
+    scale is an array of one element.
     """
-    n = ops.length(y)
+    y, n = ops.cast(x / ops.where(scale > 0, scale, 1.0), "float32"), ops.length(x)
     blocks = -(-n // block)
     if not blocks:
         return y, ops.zeros(0, "uint8"), ops.zeros(0, "uint8"), ops.zeros(0, "uint8")
-    # The last element fills the last block: it changes neither end of the block and sends no bytes.
+    # The last element fills the last block: it changes neither end of the block.
     rows = ops.concat([y, ops.gather(y, ops.full(blocks * block - n, n - 1, "int64"))])
     rows = ops.reshape(rows, (blocks, block))
     middles = (ops.max(rows, axis=1) - ops.max(-rows, axis=1)) * 0.5
@@ -136,8 +153,54 @@ def _encode(ops: ArrayOps, y: Array, bound: float, block: int) -> tuple[Array, A
     return middles, ops.cast(kept, "uint8"), ops.pack(leads, 2), data
 
 
+@leading_encode.kernel()
+def _(ops: Native, x: Array, scale: Array, bound: float, block: int) -> tuple[Array, Array, Array, Array] | None:
+    if ops.floating(x) is None:
+        return None
+    blocks, outputs = -(-ops.length(x) // block), ["float32", "uint8", "uint8", "uint8"]
+    middles, lengths, leads, data = ops.run(
+        "leading_encode", [x, scale], [block], [bound], outputs=outputs, lengths=[blocks, blocks, None, None]
+    )
+    return middles, lengths, leads, data
+
+
+@composite()
+def leading_sum(
+    ops: ArrayOps,
+    payloads: Sequence[tuple[Array, Array, Array, Array]],
+    scales: Sequence[Array],
+    block: int,
+    n: int,
+    onto: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Return the sum of the n numbers of `leading_encode`, times their scales.
+
+    `onto` is an array that the sum starts from and consumes; without it the first payload starts the sum. Raises
+    PayloadError if codes and bytes are not as many as the lengths of the blocks ask for.
+    """
+    for arrays, scale in zip(payloads, scales, strict=True):
+        onto = plus(ops, onto, ops.cast(_decode(ops, *arrays, n, block), ops.dtype(scale)) * scale)
+    return onto
+
+
+@leading_sum.kernel()
+def _(
+    ops: Native,
+    payloads: Sequence[tuple[Array, Array, Array, Array]],
+    scales: Sequence[Array],
+    block: int,
+    n: int,
+    onto: Array | None = None,
+    out: Array | None = None,
+) -> Array | None:
+    inputs = [field for fields in zip(*payloads, strict=True) for field in fields]
+    integers = [len(payloads), block, n]
+    return ops.total("leading_sum", [*inputs, *scales], integers, n, ops.dtype(scales[0]), onto, out=out)
+
+
 def _decode(ops: ArrayOps, middles: Array, lengths: Array, leads: Array, data: Array, n: int, block: int) -> Array:
-    """Return the n numbers of `_encode`. Raises PayloadError if the counts do not match."""
+    """Return the n float32 numbers of `leading_encode` before they are multiplied by the scale."""
     blocks = -(-n // block)
     if not blocks:
         return ops.zeros(0, "float32")
