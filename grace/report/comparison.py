@@ -78,7 +78,7 @@ class Case:
 
     @property
     def within(self) -> bool | None:
-        """Whether the quality is as good as uncompressed, but for the noise; None if that is not known."""
+        """True if the quality is as good as uncompressed, but for the noise; None if that is not known."""
         if self.gain is None or self.table.noise is None:
             return None
         return self.gain >= -self.table.noise

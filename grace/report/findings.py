@@ -33,7 +33,7 @@ NOISE = "two seeds of uncompressed training, for the noise"
 
 
 class Outcome(NamedTuple):
-    """Whether a finding holds, or None if the results cannot tell; the number, or what is missing; and its cells."""
+    """The answer to a finding: `holds` is None if the results cannot tell, and `number` then says what is missing."""
 
     holds: bool | None
     number: str
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a paper says in a section or figure, and how the results of a study answer."""
+    """A statement of a paper in a section or figure, and how the results of a study answer it."""
 
     paper: str
     section: str
