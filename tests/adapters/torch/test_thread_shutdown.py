@@ -29,7 +29,7 @@ def of_gloo(numbers):
 
 # A thread names itself a moment after it has started, and the system lists it for a moment after it has been joined.
 def wait_for(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
