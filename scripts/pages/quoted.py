@@ -193,6 +193,20 @@ def network() -> tuple[list[int], int]:
 
 
 @quoted
+def mls_bench() -> Values:
+    dense = row("mls_bench", "none")
+    unbiased = [r for r in rows("mls_bench") if r["kind"] == "unbiased" and r is not dense]
+    spreads = [r["spread"] for r in unbiased]
+    assert min(min(r["seeds"].values()) for r in rows("mls_bench")) > 95, "no run falls"
+    yield "methods", f"{len(unbiased)}"
+    yield "dense", f"{dense['spread']:.1f}"
+    yield "least", f"{min(spreads):.1f}"
+    yield "most", f"{max(spreads):.1f}"
+    yield "below", f"{sum(spread < 0.5 for spread in spreads)}"
+    yield "furthest", f"{dense['accuracy'] - min(r['accuracy'] for r in unbiased):.1f}"
+
+
+@quoted
 def adam() -> Values:
     worst = max(row("adamw", "none")["accuracy"] - row("adamw", m)["accuracy"] for m in ("qsgd", "eden", "powersgd"))
     yield "worst", f"{worst:.1f}"
