@@ -97,7 +97,15 @@ def test_damaged_results_and_those_of_another_setting_are_trained_again(report):
 def test_what_a_killed_study_has_done_is_kept(report, number):
     arguments = ["--tasks", "mf", "--methods", "topk", "qsgd", "--seeds", *map(str, range(30)), "--ranks", "2"]
     words = [sys.executable, "-m", "grace", "report", *arguments, "--jobs", "2", "--output", str(report.folder)]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A script's jobs in the background ignore SIGINT, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         while len(list(report.folder.rglob("*.json"))) < 3 and process.poll() is None:
             time.sleep(0.02)
         os.kill(process.pid, number)
