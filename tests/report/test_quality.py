@@ -11,7 +11,6 @@ import json
 
 import pytest
 
-from grace import listing
 from grace.core.config.registry import compressors
 from grace.report.methods import DENSE
 from tests.support.launch import ROOT
@@ -37,10 +36,7 @@ def test_the_file_has_every_method_that_needs_no_options():
     assert DISTANCES[DENSE] == pytest.approx(FOUND["noise"], abs=1e-5)
 
 
-# Those of the literature with --all.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * listing.of_literature(name)) for name in DISTANCES]
-)
+@pytest.mark.parametrize("name", DISTANCES)
 def test_a_method_ends_as_near_to_uncompressed_training_as_it_did(quality, dense, name):
     loss = quality.loss(name, 0)
     if DISTANCES[name] is None:
