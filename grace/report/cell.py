@@ -20,20 +20,23 @@ from grace.core.config.registry import communicators
 from grace.core.observe.log import logger
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec
+from grace.core.transport.collectives import KINDS
 from grace.report.methods import Method
 from grace.report.task import Task, Training, find_task
 
-# Losses of a run are measured at its start and this many times, the last time at its end.
+# Loss and quality of a run are measured at its start and this many times, the last time at its end.
 POINTS = 10
 # Where ranks vote, the learning rate of uncompressed training is multiplied by one of these. Short runs, of a fifth of
 # the steps, favour large ones. So whole runs compare the best of them with the next smaller one. All have seed 0.
 FACTORS = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024)
 SHORTER = 5
+# What a setting says of data that need no download.
+BUILT_IN = "built in"
 # A loss this many times that of the first weights will not come back.
 DIVERGED = 1000.0
 # What a result has beside `cell` and `setting`, if there was no error.
 _KEYS = frozenset(
-    ("lr", "tried", "curve", "loss", "quality", "diverged", "bytes", "collectives", "dense_bytes")
+    ("lr", "tried", "curve", "errors", "loss", "quality", "diverged", "bytes", "collectives", "sends", "dense_bytes")
     + ("compute_seconds", "exchange_seconds", "seconds")
 )
 # For what `auto` takes, which the settings of a cell name.
@@ -79,6 +82,7 @@ class Cell:
         return {
             "config": json.loads(json.dumps({**made.to_dict(), "seed": self.seed})),
             "communicator": communicators.name_of(made.method.communicator.resolve(item, Ranks(self.ranks))[0]),
+            "data": BUILT_IN,
             "steps": self.steps,
             "batch": task.batch,
             "lr": task.lr,
@@ -90,12 +94,16 @@ class Cell:
 def train(cell: Cell) -> dict[str, Any]:
     """Train the cell and return its result; equal cells give equal results, but for the times.
 
-    `curve` has pairs of a step and the validation loss. `loss` and `quality` are those of the end; they are None if
-    the run ended early because its loss was not finite or 1,000 times that of the first weights. `diverged` says that
-    it did so, or ended above the first loss. `bytes` are what a rank sends per step, on average, `collectives` the same
-    by kind, and `dense_bytes` those of the gradients. Times are of one core: `compute_seconds` of a rank's gradients,
-    with the optimizer step of a process, and `exchange_seconds` of what one rank does in the exchange, both medians of
-    the steps; `seconds` is the time of the whole cell. `tried` has pairs of a learning rate and the loss of its run.
+    `curve` has a step, and loss and quality on the validation data after it, several times. `loss` and `quality` are
+    those of the end; they are None if the run ended early because its loss was not finite or 1,000 times that of the
+    first weights. `diverged` says that it did so, or ended above the first loss. `errors` has pairs of a step and the
+    norm of what error feedback then keeps, root mean square over the ranks; it is empty without error feedback.
+
+    `bytes` are what a rank sends per step, on average, `collectives` the same by kind, and `dense_bytes` those of the
+    gradients. `sends` says in how many collectives of each kind a rank sends something per step, on average: in most
+    broadcasts it only receives. Times are of one core: `compute_seconds` of a rank's gradients, with the optimizer step
+    of a process, and `exchange_seconds` of what one rank does in the exchange, both medians of the steps; `seconds` is
+    the time of the whole cell. `tried` has pairs of a learning rate and the loss of its run.
     """
     began, task, setting = time.perf_counter(), find_task(cell.task), cell.setting()
     tried = _tuned(task, cell) if cell.method.votes else {}
@@ -140,7 +148,8 @@ def _run(task: Task, cell: Cell, seed: int, steps: int, factor: float) -> dict[s
 
 
 def _trained(training: Training, simulation: grace.Simulation, steps: int) -> dict[str, Any]:
-    ranks, curve, sent, kinds, compute, exchange = simulation.size, [(0, training.loss())], [], [], [], []
+    ranks, curve = simulation.size, [(0, training.loss(), training.quality())]
+    errors, sent, kinds, compute, exchange = [], [], [], [], []
     dense = 0
     points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
     for step in range(steps):
@@ -159,22 +168,35 @@ def _trained(training: Training, simulation: grace.Simulation, steps: int) -> di
         kinds.append(stats["collectives"])
         dense = stats["dense_bytes"]
         if step + 1 in points:
-            curve.append((step + 1, training.loss()))
+            curve.append((step + 1, training.loss(), training.quality()))
+            errors += [[step + 1, error] for error in _error(simulation)]
             if not abs(curve[-1][1]) <= DIVERGED * abs(curve[0][1]):
                 break
     first, last = curve[0][1], curve[-1][1]
     ended = curve[-1][0] == steps and abs(last) <= DIVERGED * abs(first)
     return {
-        "curve": [[step, loss if math.isfinite(loss) else None] for step, loss in curve],
+        "curve": [[step, *(x if math.isfinite(x) else None for x in measured)] for step, *measured in curve],
+        "errors": errors,
         "loss": last if ended else None,
-        "quality": training.quality() if ended else None,
+        "quality": curve[-1][2] if ended else None,
         "diverged": not (ended and last <= first),
         "bytes": statistics.fmean(sent),
-        "collectives": {kind: statistics.fmean(step[kind] for step in kinds) for kind in kinds[0]},
+        "collectives": {kind: statistics.fmean(step[kind] for step in kinds) for kind in KINDS},
+        "sends": {kind: simulation.network.sends[kind] / (ranks * len(sent)) for kind in KINDS},
         "dense_bytes": dense,
         "compute_seconds": statistics.median(compute),
         "exchange_seconds": statistics.median(exchange),
     }
+
+
+def _error(simulation: grace.Simulation) -> list[float]:
+    """Return the norm of what error feedback keeps after a step, over ranks; nothing without it, or if not finite."""
+    # Norms of what is kept cost nothing in a step, if they are asked for only after it.
+    simulation.track_norms = True
+    norms = [simulation.scalars(rank).get("grace/residual_norm") for rank in range(simulation.size)]
+    simulation.track_norms = False
+    known = [norm for norm in norms if norm is not None and math.isfinite(norm)]
+    return [math.hypot(*known) / math.sqrt(len(known))] if len(known) == len(norms) else []
 
 
 @contextmanager

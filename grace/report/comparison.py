@@ -10,7 +10,7 @@ from typing import Any
 
 from grace.core.config.registry import compressors
 from grace.report.methods import BASELINES, DENSE, methods
-from grace.report.speed import Parts, losses_at_equal_time, parts
+from grace.report.speed import Parts, parts, qualities_at_equal_time
 from grace.report.table import Row, Table, tables
 from grace.report.task import Task, find_task
 
@@ -96,8 +96,8 @@ class Case:
             return None
         return self.dense_parts.seconds(gbit, faster) / self.parts.seconds(gbit, faster)
 
-    def losses_at_equal_time(self, gbit: float, faster: float = 1) -> tuple[float, float] | None:
-        """Return the mean losses, and those of uncompressed training, when the faster of both has ended.
+    def qualities_at_equal_time(self, gbit: float, faster: float = 1) -> tuple[float, float] | None:
+        """Return the mean quality, and that of uncompressed training, when the faster of both has ended.
 
         None if no seed has both runs, or if one diverged.
         """
@@ -105,7 +105,7 @@ class Case:
         if self.dense_parts is None or not shared:
             return None
         times = self.parts.seconds(gbit, faster), self.dense_parts.seconds(gbit, faster)
-        found = [losses_at_equal_time(self.runs[seed], times[0], self.dense[seed], times[1]) for seed in shared]
+        found = [qualities_at_equal_time(self.runs[seed], times[0], self.dense[seed], times[1]) for seed in shared]
         known = [pair for pair in found if pair is not None]
         if len(known) < len(found):
             return None

@@ -533,7 +533,7 @@ def _hard_speed(cases: Sequence[Case]) -> Outcome:
     used, lower = [], []
     for hard, top in pairs:
         for seed in sorted(hard.runs.keys() & top.runs.keys()):
-            curves = [dict(case.runs[seed]["curve"]) for case in (hard, top)]
+            curves = [{step: loss for step, loss, _ in case.runs[seed]["curve"]} for case in (hard, top)]
             early = [step for step in curves[0] if step and step in curves[1]]
             step = early[(len(early) - 1) // 2] if early else 0
             losses = [math.inf if curve[step] is None else curve[step] for curve in curves]

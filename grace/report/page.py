@@ -244,29 +244,29 @@ def _throughput(gbit: float, faster: float) -> Callable[[Case], float | None]:
 
 
 def _speed(found: Sequence[Case]) -> str:
-    """Return the table of the time of a step, and of the loss at equal time."""
+    """Return the table of the time of a step, and of the quality at equal time."""
     if found[0].dense_parts is None:
         return _note("Speeds need uncompressed training on the same task.")
     head = ["method", "codecs, ms"]
     for faster in FASTER:
         of = "" if faster == 1 else f", {faster} x faster"
         head += [f"step at {gbit} Gbit/s, ms{of}" for gbit in SPEED_LINKS]
-        head += [f"loss at equal time, 1 Gbit/s{of}"]
+        head += [f"{found[0].task.metric} at equal time, 1 Gbit/s{of}"]
     rows = []
     for case in found:
         row = [case.method, f"{1e3 * case.parts.exchange:.3g}"]
         for faster in FASTER:
             row += [f"{1e3 * case.parts.seconds(gbit, faster):.3g}" for gbit in SPEED_LINKS]
-            pair = case.losses_at_equal_time(1, faster)
+            pair = case.qualities_at_equal_time(1, faster)
             row.append(
                 "-" if pair is None else f"{pair[0]:.4f}" if case.method == DENSE else f"{pair[0]:.4f} / {pair[1]:.4f}"
             )
         rows.append(row)
     return (
-        "<details><summary>time of a step, and loss at equal time</summary>"
+        "<details><summary>time of a step, and quality at equal time</summary>"
         + _note(
-            "Computed by the law below. Loss at equal time: of the method / of `none`, when the faster of the two has "
-            "ended; the learning rate of the slower one has then not yet fallen as far."
+            "Computed by the law below. Quality at equal time: of the method / of `none`, when the faster of the two "
+            "has ended; the learning rate of the slower one has then not yet fallen as far."
         )
         + f"{_table(head, rows)}</details>"
     )
@@ -323,9 +323,9 @@ def _law(found: Sequence[Case]) -> str:
         "<p>Time of a step = (compute + exchange) / f + the sum over collectives of (messages &times; latency + bytes "
         f"on the link / bandwidth). The latency is {1e6 * LATENCY:.0f} µs. For n ranks and B bytes that a rank hands "
         "to a collective, 2 (n &minus; 1) / n &middot; B leave it in an allreduce, by 2 (n &minus; 1) messages; "
-        "(n &minus; 1) B in an allgather or broadcast and B in an alltoall, by n &minus; 1 messages. Each kind of "
-        "collective counts once per step, nothing overlaps, and all ranks send at once. Compute and exchange are "
-        f"measured on one core; f is 1, or {FASTER[1]} for the balance of a GPU.</p>"
+        "(n &minus; 1) B in an allgather or broadcast and B in an alltoall, by n &minus; 1 messages. Nothing overlaps, "
+        "and all ranks send at once. Compute and exchange are measured on one core; f is 1, or "
+        f"{FASTER[1]} for the balance of a GPU.</p>"
         f"<p>Compute per step: {_text(times)}.</p>"
     )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.transport.collectives import Kind, copies
+from grace.core.transport.collectives import KINDS, Kind, copies
 
 # Links in Gbit/s: those of the GRACE paper.
 LINKS = (1, 10, 25)
@@ -22,20 +22,21 @@ FASTER = (1, 100)
 
 
 class Parts(NamedTuple):
-    """The parts of a method's step: ranks, seconds of one core, and the bytes of a rank by kind of collective."""
+    """The parts of a method's step: ranks, seconds of one core, and bytes and number of collectives by their kind."""
 
     ranks: int
     compute: float
     exchange: float
     collectives: Mapping[Kind, float]
+    sends: Mapping[Kind, float]
 
     def seconds(self, gbit: float, faster: float = 1) -> float:
         """Return the time of a step on a link.
 
         (compute + exchange) / faster + the sum over collectives of messages * LATENCY + 8 * bytes / (10^9 gbit), where
-        the bytes are those that leave a rank in a ring. A kind of collective counts as one, if it sends anything.
+        the bytes are those that leave a rank in a ring.
         """
-        rounds = sum(2 if kind == "allreduce" else 1 for kind, nbytes in self.collectives.items() if nbytes)
+        rounds = sum((2 if kind == "allreduce" else 1) * number for kind, number in self.sends.items())
         on_link = rounds * (self.ranks - 1) * LATENCY + 8 * self.link_bytes / (1e9 * gbit)
         return (self.compute + self.exchange) / faster + on_link
 
@@ -68,26 +69,29 @@ def parts(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], dict[st
                 ranks,
                 compute,
                 min(run["exchange_seconds"] for run in runs),
-                {kind: statistics.fmean(run["collectives"][kind] for run in runs) for kind in runs[0]["collectives"]},
+                *(
+                    {kind: statistics.fmean(run[key][kind] for run in runs) for kind in KINDS}
+                    for key in ("collectives", "sends")
+                ),
             )
             for method, runs in methods.items()
         }
     return answer
 
 
-def losses_at_equal_time(
+def qualities_at_equal_time(
     run: Mapping[str, Any], seconds: float, dense: Mapping[str, Any], dense_seconds: float
 ) -> tuple[float, float] | None:
-    """Return the losses of a run and of an uncompressed one at the time when the faster of them has ended.
+    """Return the qualities of a run and of an uncompressed one at the time when the faster of them has ended.
 
     Both are interpolated in the curves over steps. The learning rate of the slower one is then still on its way down.
-    Times are those of a step. The result is None if a curve has a loss that is not finite.
+    Times are those of a step. The result is None if a curve has a quality that is not finite.
     """
     end = min(run["curve"][-1][0] * seconds, dense["curve"][-1][0] * dense_seconds)
-    losses = []
+    found = []
     for curve, of_step in ((run["curve"], seconds), (dense["curve"], dense_seconds)):
-        steps, values = zip(*curve, strict=True)
+        steps, _, values = zip(*curve, strict=True)
         if None in values:
             return None
-        losses.append(float(np.interp(end / of_step, steps, values)))
-    return losses[0], losses[1]
+        found.append(float(np.interp(end / of_step, steps, values)))
+    return found[0], found[1]

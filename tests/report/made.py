@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from grace.core.transport.collectives import KINDS
 from grace.report.methods import DENSE, methods
 
 DENSE_BYTES = 1000
 KNOWN = methods()
-KINDS = ("allreduce", "allgather", "alltoall", "broadcast")
 
 
 def run(
-    method, quality, *, task="mf", seed=0, ranks=4, share=0.1, exchange=1e-3, compute=5e-3, curve=None, config=None
+    method,
+    quality,
+    *,
+    task="mf",
+    seed=0,
+    ranks=4,
+    share=0.1,
+    exchange=1e-3,
+    compute=5e-3,
+    curve=None,
+    errors=None,
+    config=None,
 ):
     """Return a result; `quality` None has diverged. Dense gradients travel by allreduce, others by allgather."""
     if method == DENSE:
@@ -19,16 +30,19 @@ def run(
         config = KNOWN[method].made.to_dict() if method in KNOWN else {"compressor": {"name": method}}
     kind = "allreduce" if share == 1 else "allgather"
     end = quality if task == "mf" else 1 - (quality or 0)
+    middle = (None, None) if quality is None else ((1 + end) / 2, quality / 2)
     return {
         "cell": {"task": task, "method": method, "ranks": ranks, "seed": seed},
         "setting": {"config": {"memory": {"name": "residual"}, **config}, "communicator": kind},
-        "curve": curve or [[0, 1.0], [50, None if quality is None else (1 + end) / 2], [100, end]],
+        "curve": curve or [[0, 1.0, 0.0], [50, *middle], [100, end, quality]],
+        "errors": errors or [],
         "loss": end,
         "quality": quality,
         "diverged": quality is None,
         "bytes": share * DENSE_BYTES,
         "dense_bytes": DENSE_BYTES,
         "collectives": {name: share * DENSE_BYTES * (name == kind) for name in KINDS},
+        "sends": {name: float(name == kind and share > 0) for name in KINDS},
         "compute_seconds": compute,
         "exchange_seconds": exchange,
         "command": "grace report",

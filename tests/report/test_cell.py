@@ -50,15 +50,60 @@ def test_equal_cells_have_equal_results_but_for_times():
 
 def test_a_result_has_the_losses_of_the_run_and_its_bytes():
     found = train(make("topk", steps=25))
-    assert [step for step, _ in found["curve"]] == [0, 2, 5, 8, 10, 12, 15, 18, 20, 22, 25]
-    assert found["curve"][-1][1] == found["loss"] == found["quality"] < found["curve"][0][1]
+    points = [0, 2, 5, 8, 10, 12, 15, 18, 20, 22, 25]
+    assert [step for step, _, _ in found["curve"]] == points
+    assert found["curve"][-1] == [25, found["loss"], found["quality"]]
+    # In this task, the loss is the quality.
+    assert all(loss == quality <= found["curve"][0][1] for _, loss, quality in found["curve"])
+    # Early on, each step leaves more for later ones than it sends of them.
+    assert [step for step, _ in found["errors"]] == points[1:]
+    assert found["errors"][0][1] < found["errors"][1][1]
     assert not found["diverged"]
     # 8 bytes for each of 56 elements, and the header.
     assert 448 <= found["bytes"] < 480
     assert found["dense_bytes"] == 4 * (400 + 300) * 8
-    assert found["collectives"]["allgather"] == found["bytes"]
+    assert found["collectives"] == {"allreduce": 0, "allgather": found["bytes"], "alltoall": 0, "broadcast": 0}
+    assert found["sends"] == {"allreduce": 0, "allgather": 1, "alltoall": 0, "broadcast": 0}
     assert found["setting"]["communicator"] == "allgather"
     assert found["setting"]["config"]["compressor"] == {"name": "topk", "compress_ratio": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("label", "ranks", "sends"),
+    [
+        ("none", 2, {"allreduce": 1}),
+        ("powersgd", 2, {"allreduce": 2}),
+        # Sums of 16 bits are made of slices.
+        ("bf16", 4, {"alltoall": 1, "allgather": 1}),
+        ("topk two_shot", 4, {"alltoall": 1, "allgather": 1}),
+        ("none", 1, {}),
+    ],
+)
+def test_a_result_has_the_number_of_collectives_of_a_step(label, ranks, sends):
+    found = train(make(label, ranks=ranks, steps=5))
+    assert {kind: number for kind, number in found["sends"].items() if number} == sends
+
+
+def test_a_rank_sends_in_one_of_the_broadcasts_of_a_step():
+    method = Method("topk", {"compressor": "topk", "communicator": "broadcast"})
+    found = train(Cell("mf", method, 4, 0, 5))
+    assert found["sends"] == {"allreduce": 0, "allgather": 0, "alltoall": 0, "broadcast": 1}
+
+
+def test_the_errors_are_those_of_error_feedback(monkeypatch):
+    kept = [3.0, 5.0]
+
+    class Simulation:
+        size, track_norms = 2, False
+
+        def scalars(self, rank):
+            return {"grace/residual_norm": kept[rank]} if self.track_norms else {}
+
+    assert module._error(simulation := Simulation()) == [pytest.approx(17**0.5)]
+    assert not simulation.track_norms
+    kept[1] = float("nan")
+    assert module._error(simulation) == []
+    assert train(make("topk, no feedback"))["errors"] == []
 
 
 def test_where_ranks_vote_the_learning_rate_is_tuned_with_seed_0(tried):

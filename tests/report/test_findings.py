@@ -92,7 +92,7 @@ BOTH = {
     "heavy compression": tuple([*MF, run("topk", q, share=0.01), run("qsgd", 0.2, share=0.5)] for q in (0.3, 0.1)),
     "ends better than top-k": tuple([*MF, run("topk", 0.2, share=0.02), hard(q)] for q in (0.1, 0.3)),
     "converges faster": tuple(
-        [*MF, run("topk", 0.2, share=0.02), hard(0.2, curve=[[0, 1.0], [50, middle], [100, 0.2]])]
+        [*MF, run("topk", 0.2, share=0.02), hard(0.2, curve=[[0, 1.0, 1.0], [50, middle, 0.2], [100, 0.2, 0.2]])]
         for middle in (0.3, 0.9)
     ),
     "cheaper to compute": tuple([run("topk", 0.1, exchange=1e-3), hard(0.1, exchange=t)] for t in (1e-4, 1e-2)),

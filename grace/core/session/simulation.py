@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +24,7 @@ from grace.core.state.merge import in_rank_order
 from grace.core.state.run import Run
 from grace.core.step.bucket_step import BucketStep
 from grace.core.step.unit_step import UnitStep
-from grace.core.transport.collectives import Collective, Program
+from grace.core.transport.collectives import Collective, Kind, Program
 from grace.core.transport.transport import Handle, Transport
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ class _Network:
         self.size = size
         self.buffers: dict[str, dict[int, Any]] = {}
         self.taken: dict[str, int] = {}
+        #: Collectives until now in which a rank has sent something, over all ranks.
+        self.sends: Counter[Kind] = Counter()
 
     def put(self, name: str, rank: int, x: Any) -> None:
         waiting = self.buffers.setdefault(name, {})
@@ -108,6 +111,7 @@ class SimulatedTransport(Transport):
             return given[collective.root] if kind == "broadcast" else self._ops.concat(given)
 
         self._network.put(name, self.rank, buffers)
+        self._network.sends[kind] += bool(collective.sent_by(self.rank))
         return _Simulated(self._network, name, result)
 
 
