@@ -57,13 +57,13 @@ def printed(columns, rows):
 
 
 def save(path, data):
-    """Write a table to its file, with a line for each column and row."""
+    """Write a table to its file, with a line for each column and row, and of any other list or table of entries."""
     lines = []
     for key, entry in data.items():
         text = json.dumps(entry, ensure_ascii=False)
-        if key == "rows":
+        if entry and isinstance(entry, list) and isinstance(entry[0], dict):
             text = "[\n" + ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in entry) + "\n  ]"
-        elif key == "columns":
+        elif entry and isinstance(entry, dict) and all(isinstance(inner, dict) for inner in entry.values()):
             inner = (
                 f"    {json.dumps(name)}: {json.dumps(column, ensure_ascii=False)}" for name, column in entry.items()
             )

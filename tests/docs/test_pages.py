@@ -248,7 +248,8 @@ def test_the_command_checks_and_writes(tmp_path):
     """On a copy of what it needs."""
     for name in ("scripts/pages", "docs/results", "docs/figures", "docs/methods"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / "grace").symlink_to(ROOT / "grace")
+    for name in ("grace", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
     page = tmp_path / "docs" / "adam.md"
     page.write_text("# A\n\n<!-- begin measurements adamw -->\n<!-- end measurements adamw -->\n", encoding="utf-8")
     (tmp_path / "docs/figures/timeline.svg").write_text("old", encoding="utf-8")

@@ -1,0 +1,187 @@
+"""Train what docs/results/study.json lacks of the study, and write all results into it, a line for each run.
+
+    python benchmarks/study.py docs/results/study.json
+    python benchmarks/study.py docs/results/study.json --pack
+
+The runs are those of `grace report` that `PARTS` names. They take about four hours on one core. The folder of
+`grace report` is made from the file, so the study goes on where it was stopped, on another machine as well. Stop it at
+any time: it writes what it has. With --pack, it trains nothing, and adds to the file what is in the folder.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import tables
+
+import grace
+from grace.bench.command import INTERRUPTED
+from grace.core.config.registry import compressors
+from grace.report.cell import Cell, read, write
+from grace.report.methods import chosen, methods
+from grace.report.task import MODULES, find_task
+
+# What `grace report` says of the origin of a run.
+ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
+# Significant digits of results: what a table shows has fewer.
+DIGITS = 6
+
+
+def parts():
+    """Return the parts of the study as arguments of `grace report`, the most important one first."""
+    plain = [label for label, method in methods().items() if not method.switched]
+    # What the pages say of these methods under Adam rests on one task.
+    others = [name for name, _ in compressors.ready() if name not in methods()]
+    return (
+        ("--tasks", "mf", "ncf", "cnn", "transformer", "--ranks", "4"),
+        ("--tasks", "mf", "ncf", "--ranks", "4", "--methods", *others),
+        ("--tasks", "mf", "ncf", "--ranks", "2", "8", "--methods", *plain),
+    )
+
+
+def method_of(label):
+    """Return the method of a label, or None if grace has no such method any more."""
+    if label in methods():
+        return methods()[label]
+    try:
+        return chosen([label])[-1]
+    except grace.errors.GraceError:
+        return None
+
+
+@cache
+def setting_of(task, label, ranks):
+    """Return today's settings of the cells that differ in their seeds; None if the task or the method is unknown."""
+    method = method_of(label)
+    if method is None or task not in MODULES:
+        return None
+    try:
+        return Cell(task, method, ranks, 0, find_task(task).steps).setting()
+    except grace.errors.GraceError:
+        return None
+
+
+def is_current(found):
+    """Return whether a result has today's settings. Defaults may have changed since, or the length of a run."""
+    cell, setting = found["cell"], setting_of(*(found["cell"][key] for key in ("task", "method", "ranks")))
+    return setting is not None and found["setting"] == {
+        **setting, "config": {**setting["config"], "seed": cell["seed"]}
+    }  # fmt: skip
+
+
+def results(data):
+    """Return the results of a file as `grace report` keeps them: what a configuration lacks has its default."""
+    found = []
+    for line in data["cells"]:
+        line = dict(line)
+        cell = {key: line.pop(key) for key in ("task", "method", "ranks", "seed")}
+        try:
+            config = grace.make_config({**data["configs"][cell["method"]], "seed": cell["seed"]}).to_dict()
+        except grace.errors.GraceError:
+            # grace no longer has an option.
+            config = data["configs"][cell["method"]]
+        setting = {"config": json.loads(json.dumps(config)), **line.pop("setting")}
+        found.append({"cell": cell, "setting": setting, **line, **data["origins"][line["origin"]]})
+        del found[-1]["origin"]
+    return found
+
+
+def packed(found):
+    """Return what the file holds of results. What many of them share stands in it once."""
+    origins, configs, cells = {}, {}, []
+    for result in sorted(found, key=_place):
+        origin = {key: result[key] for key in ORIGIN}
+        origin["command"] = _without_folder(origin["command"])
+        name = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:6]
+        origins[name] = origin
+        config = {key: value for key, value in result["setting"]["config"].items() if key != "seed"}
+        configs[result["cell"]["method"]] = config
+        setting = {key: value for key, value in result["setting"].items() if key != "config"}
+        rest = {key: _rounded(value) for key, value in result.items() if key not in ("cell", "setting", *ORIGIN)}
+        cells.append({**result["cell"], "origin": name, "setting": setting, **rest})
+    return {
+        "what": "Runs of grace report, by task, method, number of ranks and seed",
+        "commands": ["python benchmarks/study.py docs/results/study.json"],
+        "origins": origins,
+        "configs": configs,
+        "cells": cells,
+    }
+
+
+def _place(result):
+    cell, labels = result["cell"], list(methods())
+    place = labels.index(cell["method"]) if cell["method"] in labels else len(labels)
+    return list(MODULES).index(cell["task"]), place, cell["method"], cell["ranks"], cell["seed"]
+
+
+def _without_folder(command):
+    """Return a command without its --output, which names a folder of one machine."""
+    words = shlex.split(command)
+    if "--output" in words:
+        at = words.index("--output")
+        del words[at : at + 2]
+    return shlex.join(words)
+
+
+def _rounded(value):
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def unpack(path, folder):
+    """Write the results of a file into the folder of `grace report`, except for those that it has."""
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    for found in results(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []:
+        method = method_of(found["cell"]["method"])
+        if method and is_current(found):
+            file = folder / "cells" / _cell(found["cell"], method).file
+            if not file.exists():
+                write(found, file)
+
+
+def pack(folder, path):
+    """Write the results in the folder of `grace report` into a file: those without error, and of today's settings."""
+    found = []
+    for file in (folder / "cells").glob("*.json"):
+        key = json.loads(file.read_text(encoding="utf-8"))["cell"]
+        if setting_of(key["task"], key["method"], key["ranks"]):
+            result = read(_cell(key, method_of(key["method"])), folder / "cells")
+            found += [result] if result and "error" not in result else []
+    tables.save(path, packed(found))
+    print(f"{path}: {len(found)} runs")
+
+
+def _cell(key, method):
+    return Cell(key["task"], method, key["ranks"], key["seed"], find_task(key["task"]).steps)
+
+
+def main(path, folder, chosen_parts, jobs=None):
+    """Train what the file lacks of some parts of the study, and write all into it. Return the exit status."""
+    unpack(path, folder)
+    words = ["--output", str(folder), *(["--jobs", str(jobs)] if jobs else [])]
+    status = 0
+    try:
+        for part in chosen_parts:
+            status = max(status, subprocess.run([sys.executable, "-m", "grace", "report", *part, *words]).returncode)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    pack(folder, path)
+    return status
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, metavar="FILE")
+    parser.add_argument("--folder", type=Path, default=Path("grace-report"), help="(default: grace-report)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that train (default: one per core)")
+    parser.add_argument("--pack", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    sys.exit(main(args.path, args.folder, () if args.pack else parts(), args.jobs))

@@ -1,0 +1,91 @@
+"""The tables that pages show of the study: which methods, tasks and runs they have, and what is bold."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from tests.report.made import dense, run, runs
+from tests.support.launch import ROOT
+
+pytest.importorskip("torch")
+PAGE = ROOT / "docs" / "guide.md"
+MORE = {"versions": {"numpy": "2"}}
+
+
+@pytest.fixture(scope="module")
+def study_tables():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT / "scripts" / "pages"), *sys.path])
+        yield importlib.import_module("study_tables")
+
+
+@pytest.fixture
+def table(study_tables, monkeypatch):
+    """Return a function that writes a block from made-up results; it returns cells by the first of their row."""
+
+    def write(name, results):
+        study_tables.found.cache_clear()
+        monkeypatch.setattr(study_tables, "runs", lambda: [{**result, **MORE} for result in results])
+        kind, *arguments = name.split()
+        registry = sys.modules["registry"]
+        lines = registry.kinds[kind](registry.Block(arguments, PAGE, ""))
+        rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+        return {row[0]: row[1:] for row in rows}, [line for line in lines if line and not line.startswith("|")]
+
+    yield write
+    study_tables.found.cache_clear()
+
+
+def test_a_table_has_the_tasks_of_an_optimizer_and_the_best_method_first(table):
+    results = [
+        *dense(), *runs("topk", (0.11, 0.13)), *runs("qsgd", (0.1, 0.1), share=0.25), *dense("ncf"),
+        *runs("qsgd", (0.6,), task="ncf", share=0.26), *runs("qsgd", (0.1,), ranks=8), *runs("qsgd, feedback", (0.1,)),
+    ]  # fmt: skip
+    rows, text = table("study SGD", results)
+    assert list(rows) == ["method", "---", "`none`", "`qsgd`", "`topk`"]
+    assert rows["method"] == ["bytes, %", "`mf`"]
+    assert rows["`none`"] == ["100.0", "100.0 (90.9 to 111.1)"]
+    assert rows["`qsgd`"] == ["25.0", "100.0 (100.0 to 100.0)"]
+    # The difference is as large as the noise.
+    assert rows["`topk`"] == ["10.0", "83.3 (76.9 to 90.9)"]
+    assert "4 simulated ranks, seeds 0, 1. a machine, CPU only; numpy 2. 2026-01-01." in " ".join(text)
+    rows, _ = table("study Adam", results)
+    assert rows["method"] == ["bytes, %", "`ncf`"]
+    assert rows["`qsgd`"] == ["26.0", "101.7 (one seed)"]
+
+
+def test_what_is_behind_by_more_than_the_noise_is_bold(table):
+    slower, diverges = runs("topk", (0.11, 0.131)), [run("dgc", 0.1), run("dgc", None, seed=1)]
+    rows, _ = table("study SGD", [*dense(), *slower, *diverges, *runs("terngrad", (None, None))])
+    assert rows["`topk`"][1].startswith("**83.0 (")
+    assert rows["`dgc`"][1] == "**diverges, 1 of 2**"
+    assert rows["`terngrad`"][1] == "**diverges**"
+    rows, _ = table("study Adam", [*dense("ncf"), *runs("topk", (0.57, 0.585), task="ncf")])
+    assert rows["`topk`"][1] == "**96.2 (95.0 to 97.5)**"
+
+
+def test_bytes_that_depend_on_the_task_are_a_range(table):
+    results = [result for task in ("mf", "cnn") for result in dense(task)]
+    results += runs("powersgd", (0.1,), share=0.5) + runs("powersgd", (0.6,), share=0.08, task="cnn")
+    assert table("study SGD", results)[0]["`powersgd`"][0] == "8.0 to 50.0"
+
+
+def test_the_methods_on_several_numbers_of_ranks_are_compared(table):
+    results = [result for ranks in (2, 8) for result in dense(ranks=ranks)]
+    results += [*runs("topk", (0.1,), ranks=2), *runs("topk", (0.2,), ranks=8), *runs("qsgd", (0.1,), ranks=8)]
+    rows, _ = table("study-ranks mf", results)
+    assert rows["method"] == ["`mf`, 2 ranks", "`mf`, 8 ranks"]
+    assert rows["`topk`"] == ["90.0", "**45.0**"]
+    assert "`qsgd`" not in rows
+
+
+def test_methods_are_shown_with_and_without_error_feedback(table):
+    results = [*dense(), *runs("topk", (0.1, 0.1)), *runs("topk, no feedback", (0.2, 0.2)), *runs("qsgd", (0.1, 0.1))]
+    results += runs("qsgd, feedback", (0.2, 0.2))
+    rows, _ = table("study-feedback", results)
+    assert rows["method"] == ["default", "`mf`"]
+    assert rows["`topk`"] == ["with", "100.0 / **50.0**"]
+    assert rows["`qsgd`"] == ["without", "**50.0** / 100.0"]
