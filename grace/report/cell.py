@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from grace.core.observe.log import logger
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.collectives import KINDS
-from grace.report.methods import Method
+from grace.report.methods import Method, methods
 from grace.report.task import Task, Training, find_task
 
 # Loss and quality of a run are measured at its start and this many times, the last time at its end.
@@ -30,6 +30,10 @@ POINTS = 10
 # the steps, favour large ones. So whole runs compare the best of them with the next smaller one. All have seed 0.
 FACTORS = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024)
 SHORTER = 5
+# For bytes that equal those of another method, a threshold is tried that begins here, first in such short runs and then
+# in whole ones, until the bytes differ by less than this factor, or so many times. Bytes grow as the threshold to the
+# power -1 where error feedback adds up equal gradients, and -2 where it adds up noise; the step fits the middle.
+THRESHOLD, CLOSE, TRIES, POWER = 0.01, 1.1, 8, 2 / 3
 # What a setting says of data that need no download.
 BUILT_IN = "built in"
 # A loss this many times that of the first weights will not come back.
@@ -88,6 +92,7 @@ class Cell:
             "lr": task.lr,
             "momentum": 0.0 if self.method.accelerates else task.momentum,
             "factors": list(FACTORS) if self.method.votes else [],
+            **({"equal": self.method.equal} if self.method.equal else {}),
         }
 
 
@@ -103,18 +108,28 @@ def train(cell: Cell) -> dict[str, Any]:
     gradients. `sends` says in how many collectives of each kind a rank sends something per step, on average: in most
     broadcasts it only receives. Times are of one core: `compute_seconds` of a rank's gradients, with the optimizer step
     of a process, and `exchange_seconds` of what one rank does in the exchange, both medians of the steps; `seconds` is
-    the time of the whole cell. `tried` has pairs of a learning rate and the loss of its run.
+    the time of the whole cell.
+
+    `tried` has pairs of a learning rate and the loss of its run where ranks vote, and of a threshold and the bytes of
+    its run for a method that sends the bytes of another. The latter has its `threshold` as well.
     """
     began, task, setting = time.perf_counter(), find_task(cell.task), cell.setting()
-    tried = _tuned(task, cell) if cell.method.votes else {}
-    factor = _best(tried) if tried else 1.0
+    tuned = _tuned(task, cell) if cell.method.votes else {}
+    factor = _best(tuned) if tuned else 1.0
+    tried, chosen = [[task.lr * f, loss] for f, loss in tuned.items()], {}
+    if cell.method.equal:
+        sizes, aim = _sizes(task, cell)
+        tried = [[threshold, nbytes] for threshold, nbytes in sizes.items()]
+        chosen = {"threshold": min(sizes, key=lambda threshold: abs(math.log(sizes[threshold] / aim)))}
+        cell = _with_threshold(cell, chosen["threshold"])
     result = _run(task, cell, cell.seed, cell.steps, factor)
     seconds = time.perf_counter() - began
     return {
         "cell": cell.key,
         "setting": setting,
         "lr": task.lr * factor,
-        "tried": [[task.lr * f, loss] for f, loss in tried.items()],
+        "tried": tried,
+        **chosen,
         **result,
         "seconds": round(seconds, 3),
     }
@@ -122,12 +137,39 @@ def train(cell: Cell) -> dict[str, Any]:
 
 def _tuned(task: Task, cell: Cell) -> dict[float, float | None]:
     """Return the losses of whole runs with seed 0 by the factor of the learning rate; None if a run diverged."""
-    key = (cell.task, json.dumps(cell.method.config, sort_keys=True), cell.ranks, cell.steps)
+    key = _key(cell)
     if key not in _known:
         short = {factor: _run(task, cell, 0, cell.steps // SHORTER, factor)["loss"] for factor in FACTORS}
         first = FACTORS.index(_best(short))
         _known[key] = {factor: _run(task, cell, 0, cell.steps, factor)["loss"] for factor in FACTORS[first : first + 2]}
     return _known[key]
+
+
+def _sizes(task: Task, cell: Cell) -> tuple[dict[float, float], float]:
+    """Return the bytes of whole runs with seed 0 by the threshold, and those of the method that they shall equal."""
+    # Every step of that method sends as much.
+    aim = _run(task, replace(cell, method=methods()[cell.method.equal]), 0, 1, 1.0)["bytes"]
+    key = _key(cell)
+    if key not in _known:
+        threshold = THRESHOLD
+        for steps in (cell.steps // SHORTER, cell.steps):
+            sizes: dict[float, float] = {}
+            for _ in range(TRIES):
+                sizes[threshold] = _run(task, _with_threshold(cell, threshold), 0, steps, 1.0)["bytes"]
+                share = sizes[threshold] / aim
+                if 1 / CLOSE <= share <= CLOSE:
+                    break
+                threshold *= share**POWER
+        _known[key] = sizes
+    return _known[key], aim
+
+
+def _with_threshold(cell: Cell, threshold: float) -> Cell:
+    return replace(cell, method=cell.method._replace(config={**cell.method.config, "threshold": threshold}))
+
+
+def _key(cell: Cell) -> tuple[str, str, int, int]:
+    return cell.task, json.dumps(cell.method.config, sort_keys=True), cell.ranks, cell.steps
 
 
 # Cells that differ by their seeds share these runs, if one process trains them.

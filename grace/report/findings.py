@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from grace.report.cell import POINTS
 from grace.report.comparison import Case, feedback_pairs, gain
+from grace.report.methods import EQUAL as EQUAL_BYTES
 from grace.report.speed import FASTER, LINKS
 from grace.report.study import USUAL_RANKS
 
@@ -482,11 +484,11 @@ def _heavy(cases: Sequence[Case]) -> Outcome:
 
 
 def _equal_volumes(cases: Sequence[Case]) -> tuple[list[tuple[Case, Case]], str]:
-    """Return the pairs of a hard threshold and top-k with equal bytes, memory and communicator, or the closest pair."""
+    """Return the pairs of a fixed threshold and top-k of equal bytes, memory and communicator, or the closest pair."""
     pairs, closest, text = [], math.inf, ""
     for group in _groups(cases):
         for hard, top in itertools.product(group, group):
-            both = (hard.compressor, top.compressor) == ("hardthreshold", "topk")
+            both = (hard.compressor, top.compressor) == ("hardthreshold", "topk") and _is_fixed(hard)
             if both and _way(hard) == _way(top) and _way(hard)[0]["name"] != "none":
                 factor = max(hard.row.bytes / top.row.bytes, top.row.bytes / hard.row.bytes)
                 if factor <= EQUAL:
@@ -505,9 +507,14 @@ def _way(case: Case) -> tuple[Any, Any]:
     return case.setting["config"]["memory"], case.setting["communicator"]
 
 
+def _is_fixed(case: Case) -> bool:
+    """Return whether the threshold is one number, and not found by a probe in the run itself."""
+    return bool(case.setting.get("equal")) or case.setting["config"]["compressor"].get("threshold") is not None
+
+
 def _volume_missing(pairs: Sequence[Any], closest: str) -> Outcome:
     if pairs or not closest:
-        return _missing("runs of `hardthreshold` and `topk` with feedback and equal seeds")
+        return _missing(f"runs of `{EQUAL_BYTES}` and `topk` with equal seeds")
     return Outcome(
         None, f"no equal volume (closest: {closest}); choose one by `--methods topk hardthreshold:threshold=VALUE`"
     )
@@ -544,6 +551,24 @@ def _hard_speed(cases: Sequence[Case]) -> Outcome:
         return _volume_missing(pairs, closest)
     text = f"in the middle of training, the loss is lower in {sum(lower)} of {len(lower)} pairs of runs of equal volume"
     return Outcome(2 * sum(lower) > len(lower), text, _cells(used))
+
+
+def _hard_error(cases: Sequence[Case]) -> Outcome:
+    pairs, closest = _equal_volumes(cases)
+    used, ratios = [], []
+    for hard, top in pairs:
+        for seed in sorted(hard.runs.keys() & top.runs.keys()):
+            squares = [math.fsum(error**2 for _, error in case.runs[seed]["errors"]) for case in (hard, top)]
+            if all(squares):
+                used += [hard, top]
+                ratios.append(squares[0] / squares[1])
+    if not ratios:
+        return _volume_missing(pairs, closest)
+    text = (
+        f"sum of squares of what feedback keeps, at {POINTS} steps: {statistics.median(ratios):.2f} times that of topk "
+        f"(median of {len(ratios)} pairs of runs, {min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return Outcome(statistics.median(ratios) < 1, text, _cells(used))
 
 
 def _hard_cost(cases: Sequence[Case]) -> Outcome:
@@ -613,12 +638,7 @@ FINDINGS = (
     Finding(HARD, "Fig. 2", "at equal volume, a hard threshold ends better than top-k", _hard_quality),
     Finding(HARD, "Fig. 1, 3", "at equal volume, a hard threshold converges faster than top-k", _hard_speed),
     Finding(HARD, "Section 1", "a hard threshold is cheaper to compute than top-k", _hard_cost),
-    Finding(
-        HARD,
-        "Fig. 3",
-        "the total error is smaller than that of top-k",
-        _not_here("results have no errors of memories; docs/hard_threshold.md has them on logistic regression"),
-    ),
+    Finding(HARD, "Fig. 3", "at equal volume, the total error is smaller than that of top-k", _hard_error),
     Finding(HARD, "Table 1", "a hard threshold beats Accordion", _not_here("the study has no Accordion")),
 )
 
@@ -669,7 +689,8 @@ def _take(families: dict[str, list[Case]], ranks: int | None) -> str:
 def _by_method(cases: Iterable[Case]) -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
     for case in cases:
-        if not case.is_baseline:
+        # Bytes that equal those of another method serve a comparison only.
+        if not case.is_baseline and not case.setting.get("equal"):
             found.setdefault(case.method, []).append(case)
     return found
 

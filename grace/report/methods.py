@@ -34,6 +34,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 
+# A threshold that is fixed, as in the paper on hard thresholds, and with which a run sends what top-k sends.
+EQUAL = "hardthreshold, equal bytes"
+
 
 class Method(NamedTuple):
     """A method of the study; a label that is the name of a compressor stands for its default options."""
@@ -42,6 +45,8 @@ class Method(NamedTuple):
     config: Mapping[str, Any]
     #: The label of the same method with the default memory, if this one has error feedback on in place of off, or off.
     switched: str = ""
+    #: The label of the method whose bytes this one sends: runs with seed 0 choose its threshold for that.
+    equal: str = ""
 
     @property
     def made(self) -> Config:
@@ -65,7 +70,8 @@ def methods() -> dict[str, Method]:
     plain = [Method(name, {"compressor": name}) for name in dict.fromkeys(names)]
     settings = [Method(label, config) for label, config in SETTINGS.items()]
     switched = [other for method in plain if method.label not in BASELINES for other in _switched(method)]
-    return {method.label: method for method in (*plain, *settings, *switched)}
+    equal = Method(EQUAL, {"compressor": "hardthreshold"}, equal="topk")
+    return {method.label: method for method in (*plain, *settings, *switched, equal)}
 
 
 def chosen(given: Sequence[str] | None) -> list[Method]:

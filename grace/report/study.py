@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from grace.report.cell import FACTORS, SHORTER, Cell
+from grace.report.cell import FACTORS, SHORTER, TRIES, Cell
 from grace.report.methods import BASELINES, DENSE, RECOMMENDED, chosen
 from grace.report.task import find_task
 
 SEEDS = (0, 1, 2)
 RANKS = (2, 4, 8)
-# Methods with other error feedback than by default run on this number of ranks only, and so does --quick.
+# Methods with other error feedback than by default, or with the bytes of another, run on this number of ranks only,
+# and so does --quick.
 USUAL_RANKS = 4
 # Of tasks that take more seconds than this, --quick trains a few methods, and with several seeds only those that are
 # recommended. Uncompressed training is one of them: how much its runs differ is the noise.
@@ -41,7 +42,7 @@ def cells(
         for method in chosen(methods):
             if few and methods is None and method.label not in QUICK:
                 continue
-            usual = ranks is None and (quick or bool(method.switched))
+            usual = ranks is None and (quick or bool(method.switched or method.equal))
             sizes = (USUAL_RANKS,) if usual else RANKS if ranks is None else ranks
             one = few and seeds is None and method.label not in RECOMMENDED
             of_method = SEEDS[:1] if one else SEEDS if seeds is None else seeds
@@ -53,5 +54,7 @@ def cells(
 def expected_seconds(cell: Cell) -> float:
     """Return roughly the seconds of one core that a cell takes, from what its task says."""
     task = find_task(cell.task)
-    runs = 1 + len(FACTORS) / SHORTER + 2 if cell.method.votes else 1
+    # Where a method is tuned, short runs come before the whole ones, of which equal bytes mostly need one.
+    short, whole = (len(FACTORS), 2) if cell.method.votes else (TRIES / 2, 1) if cell.method.equal else (0, 0)
+    runs = 1 + short / SHORTER + whole
     return task.seconds * cell.steps / task.quick_steps * cell.ranks / USUAL_RANKS * runs

@@ -29,11 +29,12 @@ def run(
     if config is None:
         config = KNOWN[method].made.to_dict() if method in KNOWN else {"compressor": {"name": method}}
     kind = "allreduce" if share == 1 else "allgather"
+    equal = {"equal": KNOWN[method].equal} if method in KNOWN and KNOWN[method].equal else {}
     end = quality if task == "mf" else 1 - (quality or 0)
     middle = (None, None) if quality is None else ((1 + end) / 2, quality / 2)
     return {
         "cell": {"task": task, "method": method, "ranks": ranks, "seed": seed},
-        "setting": {"config": {"memory": {"name": "residual"}, **config}, "communicator": kind},
+        "setting": {"config": {"memory": {"name": "residual"}, **config}, "communicator": kind, **equal},
         "curve": curve or [[0, 1.0, 0.0], [50, *middle], [100, end, quality]],
         "errors": errors or [],
         "loss": end,

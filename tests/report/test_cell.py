@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from grace.core.config.registry import compressors, memories
 from grace.report import cell as module
-from grace.report.cell import FACTORS, Cell, read, train, write
-from grace.report.methods import BASELINES, DENSE, Method, chosen, methods
+from grace.report.cell import CLOSE, FACTORS, TRIES, Cell, read, train, write
+from grace.report.methods import BASELINES, DENSE, EQUAL, Method, chosen, methods
 from grace.report.task import MODULES, find_task, tasks
 
 STEPS = 10
@@ -118,6 +119,34 @@ def test_where_ranks_vote_the_learning_rate_is_tuned_with_seed_0(tried):
     # The same runs serve another seed.
     train(make("signsgd", seed=2, steps=50))
     assert len(tried) == len(short) + len(whole) + 2
+
+
+def test_for_equal_bytes_the_threshold_is_chosen_with_seed_0(tried):
+    found, same = train(make(EQUAL, seed=1, steps=50)), train(make("topk", steps=50))["bytes"]
+    assert [run["seed"] for run in tried[:-2]] == [0] * (len(tried) - 2)
+    tried[-2:] = []
+    shorter = [run["steps"] for run in tried].index(50)
+    # The first run tells what the other method sends.
+    assert [run["steps"] for run in tried] == [1] + [10] * (shorter - 1) + [50] * (len(tried) - shorter)
+    assert len(found["tried"]) == len(tried) - shorter < TRIES
+    threshold, nbytes = found["tried"][-1]
+    assert found["threshold"] == threshold
+    assert 1 / CLOSE <= nbytes / same <= CLOSE
+    assert 1 / 1.25 < found["bytes"] / same < 1.25
+    assert found["setting"]["equal"] == "topk"
+    # The same runs serve another seed, but for the first.
+    count = len(tried)
+    assert train(make(EQUAL, seed=2, steps=50))["threshold"] == threshold
+    assert len(tried) == count + 2
+
+
+def test_of_no_equal_bytes_the_closest_count(tried, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 2)
+    monkeypatch.setattr(module, "CLOSE", 1.0)
+    found = train(make(EQUAL, steps=50))
+    same = train(make("topk", steps=50))["bytes"]
+    assert found["threshold"] == min(found["tried"], key=lambda pair: abs(math.log(pair[1] / same)))[0]
+    assert len(found["tried"]) == 2
 
 
 def test_other_methods_have_the_learning_rate_of_the_task_and_run_once(tried):

@@ -6,6 +6,7 @@ import pytest
 
 from grace.report.comparison import cases, feedback_pairs
 from grace.report.findings import FINDINGS, advice, findings
+from grace.report.methods import EQUAL, chosen
 from tests.report.made import dense, error, run, runs
 
 MF, NCF = dense(), dense("ncf", compute=5e-2)
@@ -24,8 +25,8 @@ def line(says, results):
     return found
 
 
-def hard(quality, share=0.02, curve=None, **more):
-    return run("hardthreshold", quality, share=share, curve=curve, **more)
+def hard(quality, method=EQUAL, **more):
+    return run(method, quality, **{"share": 0.02, **more})
 
 
 # By a part of the finding: results that reproduce it, and results that do not.
@@ -95,9 +96,15 @@ BOTH = {
         [*MF, run("topk", 0.2, share=0.02), hard(0.2, curve=[[0, 1.0, 1.0], [50, middle, 0.2], [100, 0.2, 0.2]])]
         for middle in (0.3, 0.9)
     ),
-    "cheaper to compute": tuple([run("topk", 0.1, exchange=1e-3), hard(0.1, exchange=t)] for t in (1e-4, 1e-2)),
+    "total error": tuple(
+        [*MF, run("topk", 0.2, share=0.02, errors=[[50, 1.0], [100, 2.0]]), hard(0.2, errors=[[50, 1.0], [100, last]])]
+        for last in (1.9, 2.1)
+    ),
+    "cheaper to compute": tuple(
+        [run("topk", 0.1, exchange=1e-3), hard(0.1, "hardthreshold", exchange=t)] for t in (1e-4, 1e-2)
+    ),
 }  # fmt: skip
-NEVER = ("SignSGD and SIGNUM", "RDMA", "frameworks differ", "total error", "Accordion")
+NEVER = ("SignSGD and SIGNUM", "RDMA", "frameworks differ", "Accordion")
 
 
 def test_every_finding_is_tried_both_ways_or_never_tested():
@@ -160,8 +167,21 @@ def test_feedback_is_compared_over_the_seeds_that_both_have():
 def test_a_hard_threshold_is_compared_at_equal_volume_only():
     found = line("ends better than top-k", [*MF, run("topk", 0.2, share=0.02), hard(0.1, share=0.03)])
     assert found.holds is None
-    assert "`hardthreshold` 3.00 %, `topk` 2.00 %" in found.number
+    assert f"`{EQUAL}` 3.00 %, `topk` 2.00 %" in found.number
     assert "threshold=VALUE" in found.number
+
+
+def test_a_hard_threshold_of_a_probe_is_not_the_fixed_one_of_the_paper():
+    found = line("ends better than top-k", [*MF, run("topk", 0.2, share=0.02), hard(0.1, "hardthreshold")])
+    assert found.number == f"needs runs of `{EQUAL}` and `topk` with equal seeds"
+    (*_, own) = chosen([label := "hardthreshold:threshold=0.5"])
+    own = run(label, 0.1, share=0.02, config=own.made.to_dict())
+    assert line("ends better than top-k", [*MF, run("topk", 0.2, share=0.02), own]).holds
+
+
+def test_the_advice_does_not_take_what_sends_the_bytes_of_another():
+    take, _, _ = advice(cases([*MF, run("topk", 0.1, share=0.02), hard(0.1, share=0.01)]))
+    assert "with SGD `topk`" in take
 
 
 def test_the_advice_follows_the_numbers():
