@@ -21,6 +21,7 @@ from grace.core.observe.log import logger
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.collectives import KINDS
+from grace.report.data_sets import BUILT_IN, DATA_SETS, files
 from grace.report.methods import Method, methods
 from grace.report.task import Task, Training, find_task
 
@@ -34,8 +35,6 @@ SHORTER = 5
 # in whole ones, until the bytes differ by less than this factor, or so many times. Bytes grow as the threshold to the
 # power -1 where error feedback adds up equal gradients, and -2 where it adds up noise; the step fits the middle.
 THRESHOLD, CLOSE, TRIES, POWER = 0.01, 1.1, 8, 2 / 3
-# What a setting says of data that need no download.
-BUILT_IN = "built in"
 # A loss this many times that of the first weights will not come back.
 DIVERGED = 1000.0
 # What a result has beside `cell` and `setting`, if there was no error.
@@ -50,13 +49,17 @@ _NAME = re.compile(r"[^A-Za-z0-9]+")
 
 @dataclass(frozen=True)
 class Cell:
-    """A task, a method, a number of ranks, a seed, and the number of optimizer steps."""
+    """A task, a method, a number of ranks, a seed, and the number of optimizer steps.
+
+    `data` is a folder with the data set of the task; without it, the task has its own data.
+    """
 
     task: str
     method: Method
     ranks: int
     seed: int
     steps: int
+    data: Path | None = None
 
     @property
     def key(self) -> dict[str, Any]:
@@ -71,7 +74,8 @@ class Cell:
         if name != label:
             # Two labels may differ only in what a name of a file cannot have.
             name += f"-{hashlib.sha256(label.encode()).hexdigest()[:6]}"
-        return f"{self.task}-{name}-{self.ranks}-ranks-seed-{self.seed}.json"
+        task = f"{self.task}-{_NAME.sub('_', DATA_SETS[self.task])}" if self.data else self.task
+        return f"{task}-{name}-{self.ranks}-ranks-seed-{self.seed}.json"
 
     def __str__(self) -> str:
         return f"{self.task}, {self.method.label}, {self.ranks} ranks, seed {self.seed}"
@@ -80,13 +84,17 @@ class Cell:
         """Return all that the result depends on. A file with another setting is not this cell's result.
 
         The configuration is complete, and `communicator` is what `auto` takes for an example: both change with grace.
+        Data of a folder are told by their size. Raises ConfigError if files of them lack.
         """
-        task, made = find_task(self.task), self.method.made
+        task, made, data = find_task(self.task), self.method.made, BUILT_IN
+        if self.data:
+            name = DATA_SETS[self.task]
+            data = f"{name} ({sum(path.stat().st_size for path in files(name, self.data)):,} bytes)"
         item = Assignment(_EXAMPLE, made.method)
         return {
             "config": json.loads(json.dumps({**made.to_dict(), "seed": self.seed})),
             "communicator": communicators.name_of(made.method.communicator.resolve(item, Ranks(self.ranks))[0]),
-            "data": BUILT_IN,
+            "data": data,
             "steps": self.steps,
             "batch": task.batch,
             "lr": task.lr,
@@ -168,12 +176,12 @@ def _with_threshold(cell: Cell, threshold: float) -> Cell:
     return replace(cell, method=cell.method._replace(config={**cell.method.config, "threshold": threshold}))
 
 
-def _key(cell: Cell) -> tuple[str, str, int, int]:
-    return cell.task, json.dumps(cell.method.config, sort_keys=True), cell.ranks, cell.steps
+def _key(cell: Cell) -> tuple[str, str, int, int, Path | None]:
+    return cell.task, json.dumps(cell.method.config, sort_keys=True), cell.ranks, cell.steps, cell.data
 
 
 # Cells that differ by their seeds share these runs, if one process trains them.
-_known: dict[tuple[str, str, int, int], dict[float, float | None]] = {}
+_known: dict[tuple[str, str, int, int, Path | None], dict[float, float | None]] = {}
 
 
 def _best(losses: Mapping[float, float | None]) -> float:
@@ -183,7 +191,8 @@ def _best(losses: Mapping[float, float | None]) -> float:
 def _run(task: Task, cell: Cell, seed: int, steps: int, factor: float) -> dict[str, Any]:
     momentum = 0.0 if cell.method.accelerates else task.momentum
     with _quiet():
-        training = task.start(seed, cell.ranks, steps=steps, lr=task.lr * factor, momentum=momentum)
+        data = {"data": cell.data} if cell.data else {}
+        training = task.start(seed, cell.ranks, steps=steps, lr=task.lr * factor, momentum=momentum, **data)
         config = {**cell.method.config, "seed": seed}
         simulation = grace.Simulation(cell.ranks, training.shapes, config, framework=training.framework)
         return _trained(training, simulation, steps)

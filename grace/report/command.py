@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grace.bench.command import INTERRUPTED, completed_by
 from grace.bench.progress import Progress
 from grace.core.errors import ConfigError
+from grace.report.data_sets import DATA_SETS
 from grace.report.task import MODULES
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ def add_report(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="few methods and short runs: 15 minutes on two cores")
-    names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all)")
+    names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all that fit)")
     told = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; "
     told += "none, bf16 and fp16 always take part (default: as in the study)"
     methods = add("--methods", nargs="+", metavar="NAME", help=told)
+    sets = ", ".join(f"{name} for {task}" for task, name in DATA_SETS.items())
+    add("--data", type=Path, metavar="FOLDER", help=f"train these tasks on data sets of a folder: {sets}")
     add("--seeds", nargs="+", type=int, metavar="N", help="seeds of weights and data (default: as in the study)")
     add("--ranks", nargs="+", type=int, metavar="N", help="numbers of simulated ranks (default: as in the study)")
     add("--jobs", type=int, metavar="N", help="processes that train, each with one thread (default: one per core)")
@@ -66,11 +69,12 @@ def run_report(args: argparse.Namespace) -> int:
     from grace.report.study import cells
 
     wanted = cells(
-        dict.fromkeys(args.tasks or MODULES),
+        dict.fromkeys(args.tasks or (DATA_SETS if args.data else MODULES)),
         quick=args.quick,
         methods=args.methods,
         seeds=_once(args.seeds),
         ranks=_once(args.ranks),
+        data=args.data,
     )
     codec = args.codec and _codec(args.codec)
     folder = args.output or (QUICK_FOLDER if args.quick else FOLDER)

@@ -14,7 +14,6 @@ from grace.report.findings import Line, advice, findings, usual_ranks
 from grace.report.methods import DENSE
 from grace.report.speed import FASTER, LATENCY, LINKS
 from grace.report.table import HEAD, LEGEND, cells_of
-from grace.report.task import find_task
 
 VERDICTS = {True: ("yes", "✓ reproduced"), False: ("no", "✗ not reproduced"), None: ("open", "○ not tested")}
 # Links of the table of speed; the figures have all.
@@ -171,10 +170,10 @@ def _findings(lines: Sequence[Line]) -> str:
 
 def _task(found: Sequence[Case], numbers: Iterator[int]) -> str:
     """Return the section of a task: figures and tables of the usual number of ranks, and folded those of others."""
-    name, usual = found[0].table.task, usual_ranks(found)
-    task = find_task(name)
+    table, usual = found[0].table, usual_ranks(found)
+    name, optimizer = table.task, found[0].task.optimizer
     ranks = sorted({case.ranks for case in found}, key=lambda number: (number != usual, number))
-    parts = [f'<h2 id="{name}">{_text(f"{name}: {task.title}, {task.optimizer}")}</h2>']
+    parts = [f'<h2 id="{name}">{_text(f"{name}: {table.title}, {optimizer}")}</h2>']
     for number in ranks:
         section = _ranks([case for case in found if case.ranks == number], numbers)
         if number == usual:

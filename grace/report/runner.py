@@ -156,7 +156,8 @@ class _Worker:
 
     def train(self, cell: Cell) -> dict[str, Any]:
         """Return the result of a cell, which the process has written to its file."""
-        job = {"cell": {**cell.key, "steps": cell.steps, "method": cell.method}, "folder": str(self._folder)}
+        more = {"steps": cell.steps, "method": cell.method, "data": cell.data and str(cell.data)}
+        job = {"cell": {**cell.key, **more}, "folder": str(self._folder)}
         if answer := self._answer(json.dumps({**job, "origin": self._origin})):
             found: dict[str, Any] = json.loads(answer)
             return found
@@ -219,7 +220,9 @@ def serve() -> None:
         threading.Thread(target=_listen, args=(lines,), daemon=True).start()
         while True:
             job = json.loads(lines.get())
-            cell = Cell(**{**job["cell"], "method": Method(*job["cell"]["method"])})
+            given = job["cell"]
+            data = given["data"] and Path(given["data"])
+            cell = Cell(**{**given, "method": Method(*given["method"]), "data": data})
             found = {**_train(cell), **job["origin"], "date": time.strftime("%Y-%m-%d %H:%M")}
             write(found, Path(job["folder"], cell.file))
             print(json.dumps(found), file=answers, flush=True)

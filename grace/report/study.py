@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from grace.core.errors import ConfigError
 from grace.report.cell import FACTORS, SHORTER, TRIES, Cell
+from grace.report.data_sets import DATA_SETS, files
 from grace.report.methods import BASELINES, DENSE, RECOMMENDED, chosen
 from grace.report.task import find_task
 
@@ -29,15 +32,18 @@ def cells(
     methods: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    data: Path | None = None,
 ) -> list[Cell]:
-    """Return the cells to train; of what is None, the study decides.
+    """Return the cells to train; of what is None, the study decides. `data` is a folder with the tasks' data sets.
 
     Uncompressed training comes first, and then one seed after the other, so that an interrupted study has something of
-    everything. Raises ConfigError for names that do not exist.
+    everything. Raises ConfigError for names that do not exist, and for data that a task lacks.
     """
     found = []
     for name in task_names:
         task = find_task(name)
+        if data:
+            _check(name, data)
         few = quick and task.seconds > SHORT
         for method in chosen(methods):
             if few and methods is None and method.label not in QUICK:
@@ -47,8 +53,18 @@ def cells(
             one = few and seeds is None and method.label not in RECOMMENDED
             of_method = SEEDS[:1] if one else SEEDS if seeds is None else seeds
             steps = task.quick_steps if quick else task.steps
-            found += [Cell(name, method, size, seed, steps) for size in sizes for seed in of_method]
+            found += [Cell(name, method, size, seed, steps, data) for size in sizes for seed in of_method]
     return sorted(found, key=lambda cell: (cell.method.label != DENSE, cell.seed))
+
+
+def _check(task: str, data: Path) -> None:
+    if task not in DATA_SETS:
+        sets = ", ".join(f"{name} ({data_set})" for name, data_set in DATA_SETS.items())
+        raise ConfigError(f"--data: task '{task}' has its own data only; expected --tasks of {sets}.")
+    try:
+        files(DATA_SETS[task], data)
+    except ConfigError as error:
+        raise ConfigError(f"--data: task '{task}' takes {DATA_SETS[task]}. {error}") from None
 
 
 def expected_seconds(cell: Cell) -> float:

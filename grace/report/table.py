@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.core.observe.table import align
+from grace.report.data_sets import BUILT_IN
 from grace.report.methods import DENSE
 from grace.report.task import Task, find_task
 
@@ -54,10 +55,18 @@ class Table:
     """The rows of a task and a number of ranks, uncompressed training first and then the best."""
 
     task: str
+    #: Name and size of the data, or `BUILT_IN`.
+    data: str
     ranks: int
     #: The difference between the best and the worst uncompressed run; None if there are not two.
     noise: float | None
     rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """The title of the task, with the data of this table."""
+        title = find_task(self.task).title
+        return title if self.data == BUILT_IN else f"{title.partition(' on ')[0]} on {self.data}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table for a file."""
@@ -77,12 +86,13 @@ def tables(results: Iterable[Mapping[str, Any]]) -> list[Table]:
 
 def _table(name: str, ranks: int, found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> Table:
     task = find_task(name)
+    (data,) = {run["setting"]["data"] for runs in found.values() for run in runs.values()}
     dense = {seed: run["quality"] for seed, run in found.get(DENSE, {}).items() if not run["diverged"]}
     noise = max(dense.values()) - min(dense.values()) if len(dense) > 1 else None
     rows = [_row(task, method, runs, dense) for method, runs in found.items()]
     # The sort is stable, so equal rows stay in the order of the study.
     rows.sort(key=lambda row: (row.method != DENSE, row.quality is None, -(row.relative or 0)))
-    return Table(name, ranks, noise, tuple(rows))
+    return Table(name, data, ranks, noise, tuple(rows))
 
 
 def _row(task: Task, method: str, runs: Mapping[int, Mapping[str, Any]], dense: Mapping[int, float]) -> Row:
@@ -117,7 +127,7 @@ def _text(table: Table) -> str:
     task = find_task(table.task)
     better = "higher" if task.higher_is_better else "lower"
     noise = "unknown" if table.noise is None else _number(table.noise)
-    title = f"{table.task}: {task.title}, {task.metric} ({better} is better), {table.ranks} ranks; noise {noise}"
+    title = f"{table.task}: {table.title}, {task.metric} ({better} is better), {table.ranks} ranks; noise {noise}"
     cells = align([HEAD, *(cells_of(row, table) for row in table.rows)], right=(1, 3, 4, 5))
     return "\n".join([*textwrap.wrap(title, WIDTH), *cells])
 

@@ -91,7 +91,8 @@ class Task(ABC):
         """Return a run at its beginning.
 
         `seed` gives the first weights and the order of the data, `steps` the length of a learning-rate schedule.
-        `momentum` is `self.momentum`, or 0 for a method whose memory has momentum of its own.
+        `momentum` is `self.momentum`, or 0 for a method whose memory has momentum of its own. A task of `DATA_SETS`
+        has a further argument `data`: the folder with its data set, or None.
         """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grace.core.transport.collectives import KINDS
+from grace.report.data_sets import BUILT_IN
 from grace.report.methods import DENSE, methods
 
 DENSE_BYTES = 1000
@@ -22,6 +23,7 @@ def run(
     curve=None,
     errors=None,
     config=None,
+    data=BUILT_IN,
 ):
     """Return a result; `quality` None has diverged. Dense gradients travel by allreduce, others by allgather."""
     if method == DENSE:
@@ -34,7 +36,7 @@ def run(
     middle = (None, None) if quality is None else ((1 + end) / 2, quality / 2)
     return {
         "cell": {"task": task, "method": method, "ranks": ranks, "seed": seed},
-        "setting": {"config": {"memory": {"name": "residual"}, **config}, "communicator": kind, **equal},
+        "setting": {"config": {"memory": {"name": "residual"}, **config}, "communicator": kind, "data": data, **equal},
         "curve": curve or [[0, 1.0, 0.0], [50, *middle], [100, end, quality]],
         "errors": errors or [],
         "loss": end,

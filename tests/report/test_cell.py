@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -221,6 +222,28 @@ def test_the_result_of_another_setting_is_none_of_the_cell(tmp_path, monkeypatch
     else:
         monkeypatch.setattr(type(find_task("mf")), changed, 0.5)
     assert (tmp_path / cell.file).exists()
+    assert read(cell, tmp_path) is None
+
+
+def test_a_run_on_data_of_a_folder_says_so_and_mixes_with_no_other(tmp_path):
+    pytest.importorskip("pandas")
+    models = pytest.importorskip("grace.report.models", reason="they are PyTorch's", exc_type=ImportError)
+    rows = [f"{user},{item},3.5,{item}" for user in (1, 2, 3) for item in range(user, 300, 10)]
+    path = tmp_path / "ratings.csv"
+    path.write_text("\n".join(["userId,movieId,rating,timestamp", *rows]))
+    own = Cell("ncf", methods()[DENSE], 2, 0, 2)
+    cell = dataclasses.replace(own, data=tmp_path)
+    found = train(cell)
+    assert found["setting"]["data"] == f"MovieLens-20M ({path.stat().st_size:,} bytes)"
+    # The paper's model, for 3 users and 90 items.
+    assert found["dense_bytes"] == 4 * sum(p.numel() for p in models.Ncf(3, 90).parameters())
+    assert own.setting()["data"] == "built in"
+    assert own.file != cell.file
+    write(found, tmp_path / cell.file)
+    assert read(cell, tmp_path) == found
+    write(found, tmp_path / own.file)
+    assert read(own, tmp_path) is None
+    path.write_text(path.read_text() + "\n3,1,1.0,400")
     assert read(cell, tmp_path) is None
 
 

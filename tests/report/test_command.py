@@ -159,12 +159,14 @@ def test_a_worker_has_one_thread_and_silent_libraries(tmp_path):
     """A library that prints on standard output does not disturb the answers."""
     code = f"import os\nos.environ['OMP_NUM_THREADS'] = '7'\n{runner.WORKER.replace('serve()', '')}"
     code += "import grace.report.runner as r, sys\nassert 'numpy' not in sys.modules\n"
-    code += "r.train = lambda cell: (print('noise'), {'threads': os.environ['OMP_NUM_THREADS']})[1]\nr.serve()\n"
-    cell = Cell("mf", Method("none", {"compressor": "none"}), 2, 0, 10)
+    code += "r.train = lambda cell: (print('noise'), {'threads': os.environ['OMP_NUM_THREADS'], 'cell': str(cell), "
+    code += "'data': str(cell.data)})[1]\nr.serve()\n"
+    cell = Cell("ncf", Method("none", {"compressor": "none"}), 2, 0, 10, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "WORKER", code)
         (found,) = runner.run([cell], tmp_path, 1, lambda *_: None)
     assert found["threads"] == "1"
+    assert (found["cell"], found["data"]) == (str(cell), str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,7 @@ def test_a_worker_has_one_thread_and_silent_libraries(tmp_path):
             ["--tasks", "mf", "--ranks", "2", "--methods", 'topk:communicator={"name":"hierarchical","local_size":3}'],
             "expected equally many ranks on every node",
         ),
+        (["--tasks", "mf", "--data", "."], "--data: task 'mf' has its own data only"),
         (["--tasks", "mf", "--methods", "topk:ratio=1"], "'ratio' is no option"),
     ],
 )
@@ -186,6 +189,13 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(report, argument
     assert status == 2
     assert text in errors
     assert not list(report.folder.rglob("*.json"))
+
+
+def test_with_data_the_tasks_are_those_that_take_some(report, tmp_path):
+    pytest.importorskip("torch")
+    status, _, errors, _ = report("--data", str(tmp_path))
+    assert status == 2
+    assert f"--data: task 'cnn' takes CIFAR-10. {tmp_path} has no data_batch_1.bin" in errors
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,17 @@ def test_names_that_do_not_exist_are_refused():
         cells(["mf"], quick=True, methods=["topkk"])
 
 
+def test_data_that_a_task_lacks_are_refused(tmp_path):
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=r"--data: task 'mf' has its own data only; .* resnet \(CIFAR-10\), lstm"):
+        cells(["mf"], quick=True, data=tmp_path)
+    with pytest.raises(ConfigError, match=r"--data: task 'lstm' takes Penn Treebank\. .*has no ptb\.train\.txt"):
+        cells(["lstm"], quick=True, data=tmp_path)
+    for name in ("ptb.train.txt", "ptb.valid.txt"):
+        (tmp_path / name).write_text("a b")
+    assert {cell.data for cell in cells(["lstm"], quick=True, data=tmp_path)} == {tmp_path}
+
+
 def test_the_time_left_follows_what_cells_have_taken():
     found = cells(["mf"], quick=True, methods=["topk"], seeds=[0], ranks=[2, 4, 8])
     expected = [expected_seconds(cell) for cell in found]

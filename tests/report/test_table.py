@@ -6,13 +6,15 @@ import random
 
 import pytest
 
+from grace.report.data_sets import BUILT_IN
 from grace.report.methods import DENSE
 from grace.report.table import WIDTH, printed, tables
 from grace.report.task import find_task
 
 
-def result(method, seed, quality, *, ranks=4, sent=50, **more):
-    cell = {"task": "mf", "method": method, "ranks": ranks, "seed": seed}
+def result(method, seed, quality, *, task="mf", data=BUILT_IN, ranks=4, sent=50, **more):
+    cell = {"task": task, "method": method, "ranks": ranks, "seed": seed}
+    more["setting"] = {"data": data}
     return {"cell": cell, "quality": quality, "diverged": quality is None, "bytes": sent, "dense_bytes": 200, **more}
 
 
@@ -43,6 +45,18 @@ def test_where_more_is_better_so_is_the_relative_quality(monkeypatch):
     assert [(row.method, row.relative) for row in table.rows[1:]] == [
         ("b", pytest.approx(1.2)), ("a", pytest.approx(0.9))
     ]  # fmt: skip
+
+
+def test_the_title_names_data_of_a_folder():
+    pytest.importorskip("torch", reason="ncf is a task of PyTorch")
+    own, other = tables([result(DENSE, 0, 0.1), result(DENSE, 0, 0.6, task="ncf", data="MovieLens-20M (9 bytes)")])
+    assert (own.title, other.title) == (
+        find_task("mf").title,
+        "neural collaborative filtering on MovieLens-20M (9 bytes)",
+    )
+    assert "ncf: neural collaborative filtering on MovieLens-20M (9 bytes), hit rate" in printed(
+        [result(DENSE, 0, 0.6, task="ncf", data="MovieLens-20M (9 bytes)")]
+    )
 
 
 def test_uncompressed_training_comes_first_and_then_the_best_and_what_diverged_last():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the tasks are PyTorch's")
 
+from grace.report.data_sets import DATA_SETS  # noqa: E402
 from grace.report.task import find_task  # noqa: E402
 from grace.report.tasks.torch_training import Run, TorchTraining  # noqa: E402
 
@@ -75,6 +77,10 @@ def test_a_memory_with_momentum_gets_an_optimizer_without(task):
     assert group["momentum" if "momentum" in group else "betas"] in (0, (0, group.get("betas", (0, 0))[1]))
     assert run.optimizer.adaptive == ("betas" in group)
     assert run.optimizer.name == task.optimizer
+
+
+def test_tasks_of_a_data_set_take_a_folder(task):
+    assert ("data" in inspect.signature(task.start).parameters) == (task.name in DATA_SETS)
 
 
 def test_the_quality_of_a_model_that_diverged_is_the_worst(task):

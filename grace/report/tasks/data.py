@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import sysconfig
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from grace.core.errors import ConfigError
+from grace.report.data_sets import CIFAR, MOVIELENS, PTB, files
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -172,39 +172,12 @@ def shapes(pixels: int = 32, count: int = 1024, unseen: int = 256) -> Images:
     return Images(images[:count], found[:count], images[count:], found[count:])
 
 
-def _find(folder: Path, names: Iterable[str], within: str, origin: str) -> list[Path] | None:
-    """Return the files of these names in a folder or in `within`; None if all lack there, ConfigError if some do."""
-    places = [folder, folder / within]
-    place = max(places, key=lambda place: sum((place / name).is_file() for name in names))
-    found = [place / name for name in names]
-    lacking = [path.name for path in found if not path.is_file()]
-    if len(lacking) == len(found):
-        return None
-    if lacking:
-        raise ConfigError(f"{place} lacks {', '.join(lacking)}. {origin}")
-    return found
-
-
-def _missing(folder: Path, names: str, within: str, origin: str) -> ConfigError:
-    return ConfigError(f"{folder} has no {names}, nor has its folder {within}. {origin}")
-
-
-CIFAR = "Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz of the data set CIFAR-10 there."
-PTB = "Unpack simple-examples.tgz, the Penn Treebank as Mikolov prepared it, there."
-MOVIELENS = "Unpack ml-20m.zip of the data set MovieLens-20M there."
-
-
 def cifar10(folder: Path) -> Images:
     """Return CIFAR-10 from a folder with its binary or its Python version; its test images are for validation.
 
     Raises ConfigError if files lack or are damaged.
     """
-    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    paths = _find(folder, [f"{name}.bin" for name in names], "cifar-10-batches-bin", CIFAR)
-    paths = paths or _find(folder, names, "cifar-10-batches-py", CIFAR)
-    if not paths:
-        raise _missing(folder, "data_batch_1.bin", "cifar-10-batches-bin", CIFAR)
-    batches = [_batch(path) for path in paths]
+    batches = [_batch(path) for path in files("CIFAR-10", folder)]
     labels, pixels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     kept = np.arange(len(labels)) >= len(labels) - len(batches[-1][0])
     return _images(pixels.reshape(-1, 3, 32, 32), labels, kept)
@@ -252,10 +225,7 @@ def penn_treebank(folder: Path, length: int) -> Text:
 
     Raises ConfigError if a file lacks or has fewer words than a row.
     """
-    names = ["ptb.train.txt", "ptb.valid.txt"]
-    paths = _find(folder, names, "simple-examples/data", PTB)
-    if not paths:
-        raise _missing(folder, " and ".join(names), "simple-examples/data", PTB)
+    paths = files("Penn Treebank", folder)
     texts = [path.read_text(encoding="utf-8").replace("\n", " <eos> ").split() for path in paths]
     for path, words in zip(paths, texts, strict=True):
         if len(words) < length:
@@ -272,15 +242,13 @@ def movielens(folder: Path) -> Ratings:
     """
     import pandas
 
-    paths = _find(folder, ["ratings.csv"], "ml-20m", MOVIELENS)
-    if not paths:
-        raise _missing(folder, "ratings.csv", "ml-20m", MOVIELENS)
+    (path,) = files("MovieLens-20M", folder)
     columns = ["userId", "movieId", "timestamp"]
     try:
-        found = pandas.read_csv(paths[0], usecols=columns, dtype=np.int64)
+        found = pandas.read_csv(path, usecols=columns, dtype=np.int64)
     except ValueError as error:
-        text = f"{paths[0]} cannot be read: {error}. Expected columns userId, movieId, rating, timestamp. {MOVIELENS}"
+        text = f"{path} cannot be read: {error}. Expected columns userId, movieId, rating, timestamp. {MOVIELENS}"
         raise ConfigError(text) from error
     if found.empty:
-        raise ConfigError(f"{paths[0]} has no ratings. {MOVIELENS}")
+        raise ConfigError(f"{path} has no ratings. {MOVIELENS}")
     return leave_one_out(*(found[name].to_numpy() for name in columns))
