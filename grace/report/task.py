@@ -20,6 +20,7 @@ T = TypeVar("T", bound="type[Task]")
 # The module of `grace.report.tasks` that registers a task. Names must be known before PyTorch is imported.
 MODULES = {
     "mf": "factorization",
+    "mf_adam": "factorization",
     "cnn": "vision",
     "resnet": "vision",
     "transformer": "language",

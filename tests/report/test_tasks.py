@@ -136,3 +136,20 @@ def test_a_step_clips_the_merged_gradient_and_leaves_it_as_it_is(clip, moved):
     run.apply(merged, 3)
     assert before - run.loss() == pytest.approx(moved, rel=1e-5)
     assert merged["weight"] == 8
+
+
+def test_adam_in_numpy_steps_as_that_of_pytorch():
+    task = find_task("mf_adam")
+    run = task.start(0, RANKS, steps=3, lr=task.lr, momentum=task.momentum)
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(w.copy())) for name, w in run.weights.items()}
+    optimizer = torch.optim.Adam(parameters.values(), task.lr, (task.momentum, 0.999))
+    for step in range(3):
+        found = run.gradients(0, step)
+        run.apply(found, step)
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(found[name])
+        optimizer.step()
+    for name, parameter in parameters.items():
+        assert run.weights[name].dtype == "float32"
+        torch.testing.assert_close(torch.from_numpy(run.weights[name]), parameter.detach(), rtol=1e-5, atol=1e-6)
+    assert run.optimizer.adaptive

@@ -1,4 +1,4 @@
-"""The task in NumPy, a second per run: factorization of a matrix of ratings by SGD with momentum."""
+"""The tasks in NumPy, a second per run: factorization of a matrix of ratings, by SGD with momentum and by Adam."""
 
 from __future__ import annotations
 
@@ -77,6 +77,26 @@ class Ratings(SGD):
         return self.loss()
 
 
+class RatingsByAdam(Ratings):
+    """The same, trained by Adam; `momentum` is its first beta, and the second is 0.999."""
+
+    def __init__(self, seed: int, ranks: int, batch: int, lr: float, momentum: float) -> None:
+        super().__init__(seed, ranks, batch, lr, momentum)
+        self.optimizer = Optimizer("Adam", momentum, adaptive=True)
+        self._squares = {name: np.zeros_like(w) for name, w in self.weights.items()}
+
+    def apply(self, merged: Mapping[str, npt.NDArray[np.float32]], step: int) -> None:
+        """Take one step: w <- w - lr m / (sqrt(v) + 1e-8), with unbiased means m and v of g and its square."""
+        first, second = self._momentum, np.float32(0.999)
+        scales = (1 / (1 - beta ** np.float32(step + 1)) for beta in (first, second))
+        scale_m, scale_v = map(np.float32, scales)
+        for name, w in self.weights.items():
+            g = merged[name]
+            m = self._moved[name] = first * self._moved[name] + (1 - first) * g
+            v = self._squares[name] = second * self._squares[name] + (1 - second) * g * g
+            self.weights[name] = w - self._lr * scale_m * m / (np.sqrt(scale_v * v) + np.float32(1e-8))
+
+
 @register
 class Factorization(Task):
     """Factorization of a matrix of ratings."""
@@ -89,3 +109,14 @@ class Factorization(Task):
 
     def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Ratings:
         return Ratings(seed, ranks, self.batch, lr, momentum)
+
+
+@register
+class FactorizationByAdam(Factorization):
+    """The same factorization, by Adam."""
+
+    # Of 0.02, 0.025, 0.03, 0.035, 0.04 and 0.05 the best with uncompressed gradients on 4 ranks, over 3 seeds.
+    name, optimizer, lr = "mf_adam", "Adam", 0.035
+
+    def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> RatingsByAdam:
+        return RatingsByAdam(seed, ranks, self.batch, lr, momentum)
