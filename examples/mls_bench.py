@@ -11,8 +11,6 @@ import torch
 
 import grace
 
-Key = grace.core.spec.Key
-
 
 class GradientCompressor:
     """The compressor of one worker, which compresses each tensor by itself, as granularity "layer" does.
@@ -45,8 +43,8 @@ class GradientCompressor:
         compressor, memory = method.compressor, method.memory
         if tensor.is_complex() or compressor.unfit(spec):
             return [tensor], None
-        ops = grace.core.ops.get_ops("torch", spec.device)
-        key = Key(Key.derive(self.config.seed, name), step)
+        ops = grace.get_ops("torch", spec.device)
+        key = grace.Key(grace.Key.derive(self.config.seed, name), step)
         if name not in self.states:
             first = compressor.init(spec, ops, key.seed) if isinstance(compressor, grace.Stateful) else {}
             self.states[name] = memory.init(spec, ops), first

@@ -25,10 +25,10 @@ from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.methods.site import Proposal, Site
-from grace.core.ops import register_backend
+from grace.core.ops import get_ops, register_backend
 from grace.core.ops.table import composite
 from grace.core.session.simulation import Simulation
-from grace.core.spec import Field, Payload, TensorSpec
+from grace.core.spec import Field, Key, Payload, TensorSpec
 from grace.lazy import importer
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "Config",
     "DistributedOptimizer",
     "Field",
+    "Key",
     "Learning",
     "Memory",
     "Method",
@@ -73,6 +74,7 @@ __all__ = [
     "composite",
     "compressors",
     "fixed_size",
+    "get_ops",
     "make_config",
     "memories",
     "register_backend",
