@@ -24,7 +24,7 @@ from grace.core.state.checkpoint import entry_of
 from grace.core.state.checks import STATE_VERSION, alone, check_saved, show
 from grace.core.state.merge import Merge
 from grace.core.state.run import StagesCarrying
-from grace.core.state.states import Stages, UnitStates, initial, initial_states
+from grace.core.state.states import Stages, States, UnitStates, initial, initial_states
 from grace.tensorflow.saved import check_finite
 from grace.tensorflow.stage import Stage, StateVariable
 
@@ -291,7 +291,8 @@ class VariableRun:
         """Return the statistics of the last step; see `grace.core.state.run.Run.stats`."""
         changed, before = self._changed
         stage = before if self.step == changed else self.stage
-        return statistics(stage.plan, stage.notes, stage.read(), self.step, times, tensorflow_ops, norms)
+        now = States([(0, stage.plan)], self.step, stage.read())
+        return statistics(stage.plan, stage.notes, now, times, tensorflow_ops, norms)
 
     # --- checkpoint ---------------------------------------------------------------------------------------------
 

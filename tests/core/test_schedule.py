@@ -187,6 +187,18 @@ def test_changes_by_hand():
     assert sim.config.method.compressor.compress_ratio == 0.1
 
 
+@pytest.mark.parametrize("later", [{"compressor": "topk"}, {"threshold": 0.5}], ids=str)
+def test_statistics_of_the_last_step_of_a_stage_do_not_read_states_of_the_next_one(later):
+    """The volume of a tuned threshold is in its states, which another method does not have."""
+    tuned = {"compressor": "hardthreshold", "compress_ratio": 0.05, "schedule": [{"step": 2, **later}]}
+    sim = grace.Simulation(2, {"w": SHAPE}, tuned)
+    for step, known in enumerate([True, False, False]):
+        sim.step(gradients(step))
+        found = sim.stats()["tensors"]["w"]
+        assert (found["volume"] is not None) == known, step
+        assert step == 2 or found["compressor"] == "hardthreshold"
+
+
 def test_a_change_in_the_middle_of_a_step_of_any_rank_changes_none():
     sim = grace.Simulation(2, {"w": SHAPE}, {"compressor": "topk", "compress_ratio": 0.01})
     sim.runs[1].current.ready("w", gradients(0)[1]["w"])

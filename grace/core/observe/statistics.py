@@ -12,7 +12,7 @@ from grace.core.observe.timeline import Times, spans, tensors_of
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, share
 from grace.core.plan.unit import Assignment, Piece, Unit, offsets
-from grace.core.state.states import UnitStates
+from grace.core.state.states import States
 from grace.core.transport.collectives import KINDS
 
 #: Numbers about a step, and arrays of at most one dimension, by their kind and the name of a unit or bucket.
@@ -22,13 +22,15 @@ Notes: TypeAlias = dict[tuple[str, str], Any]
 def statistics(
     plan: Plan,
     notes: Notes,
-    states: Mapping[str, UnitStates],
-    step: int,
+    now: States,
     times: Times,
     ops: Callable[[str], ArrayOps],
     norms: bool,
 ) -> dict[str, Any]:
-    """Return the statistics that `Run.stats` describes; with `norms`, measure the residuals of the states."""
+    """Return the statistics that `Run.stats` describes, of a step of `plan`; with `norms`, measure residuals.
+
+    `now` has the states after the step, and perhaps after a change of the plan.
+    """
 
     def noted(kind: str, name: str) -> int:
         return int(notes.get((kind, name)) or 0)
@@ -69,8 +71,8 @@ def statistics(
     def residual_norm(name: str) -> float | None:
         squares = 0.0
         for unit, offset, piece in plan.places.get(name, ()):
-            known = norms and unit.spec.name in states
-            residual = states[unit.spec.name]["memory"].get("residual") if known else None
+            known = norms and unit.spec.name in now.units
+            residual = now.units[unit.spec.name]["memory"].get("residual") if known else None
             if residual is None:
                 return None
             squares += float(ops(unit.spec.device).norm(residual[offset : offset + piece.numel])) ** 2
@@ -78,8 +80,10 @@ def statistics(
 
     def volume(item: Assignment) -> float | None:
         for unit, _, _ in plan.places.get(item.spec.name, ()):
-            if unit.tuning and unit.spec.name in states:
-                return unit.tuning.volume(states[unit.spec.name]["compressor"])
+            later = now.plan.stateful.get(unit.spec.name)
+            # After a change to another compressor, the state is that one's.
+            if unit.tuning and later and type(later.tuning) is type(unit.tuning) and later.tuning.keeps_state:
+                return unit.tuning.volume(now.units[unit.spec.name]["compressor"])
         return None
 
     tensors: dict[str, dict[str, Any]] = {}
@@ -117,7 +121,7 @@ def statistics(
     for item in plan.delegated:
         collectives["allgather" if ("rows", item.spec.name) in notes else "allreduce"] += wire_bytes(item)
     return {
-        "step": step,
+        "step": int(now.step),
         "wire_bytes": sum(sent.values()) + sum(map(wire_bytes, plan.delegated)),
         "collectives": collectives,
         "dense_bytes": sum(item.spec.nbytes for item in plan.assignments),

@@ -346,7 +346,7 @@ class Run:
         of each, and phases are relative to the first gradient of the module.
         """
         parts = [
-            statistics(*self._last[module], now.units, int(now.step), self.times, self._ops, self.track_norms)
+            statistics(*self._last[module], now, self.times, self._ops, self.track_norms)
             for module, now in self._states.items()
         ]
         if len(parts) == 1:
