@@ -129,6 +129,7 @@ class Exchange(core.Exchange):
         self._merged.clear()
         if saved is None:
             self.run.reset()
+            self._forget_earlier()
         if told:
             self._warn(told)
 
@@ -161,11 +162,16 @@ class Exchange(core.Exchange):
 
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
         result = super()._load(run, rank, state)
+        self._forget_earlier()
+        return result
+
+    def _forget_earlier(self) -> None:
+        """Forget the states before earlier steps, because others were loaded."""
+        self.rollback.let_go()
         if self.loss_scale is not None:
             self.loss_scale.loaded()
         if self.applied is not None:
             self.applied.forget()
-        return result
 
     def _digest(self, x: torch.Tensor) -> int:
         return digest(self._ops(str(x.device)), x.detach())

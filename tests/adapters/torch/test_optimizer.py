@@ -283,6 +283,8 @@ def test_a_second_synchronize_exchanges_nothing(launch):
     once, twice = ranks[0]["weights"]
     assert once == twice
     assert "load_state_dict() was called after backward()" in ranks[0]["refused"]
+    # zero_grad() undoes an exchange that nobody has applied, but not one before other states were loaded.
+    assert all(rank["loaded"] for rank in ranks)
 
 
 @usual_launches

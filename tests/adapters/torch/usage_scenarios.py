@@ -171,7 +171,10 @@ def closures() -> dict[str, Any]:
 
 
 def synchronized_twice() -> dict[str, Any]:
-    """Call synchronize() and then step(), which Horovod allows; compare with one exchange. Also load during a step."""
+    """Call synchronize() and then step(), which Horovod allows; compare with one exchange.
+
+    Also load during a step, and between synchronize() and zero_grad().
+    """
     weights = []
     for twice in (False, True):
         model = make_net()
@@ -195,8 +198,20 @@ def synchronized_twice() -> dict[str, Any]:
         refused = str(error)
     optimizer.synchronize()
     optimizer.zero_grad()
+    saved, held = copy.deepcopy(optimizer.state_dict()), digest(memories(optimizer))
     train(model, optimizer, 1)
-    return {"weights": weights, "refused": refused, "after": digest(model.parameters())}
+    after, moved = digest(model.parameters()), digest(memories(optimizer))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.synchronize()
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    loaded = digest(memories(optimizer)) == held != moved
+    return {"weights": weights, "refused": refused, "after": after, "loaded": loaded}
+
+
+def memories(optimizer: Any) -> list[torch.Tensor]:
+    """Return the arrays of all memories of an optimizer."""
+    return [x for state in optimizer.grace.run.memories().values() for x in state.values()]
 
 
 def contract_of_horovod() -> dict[str, Any]:
