@@ -359,11 +359,8 @@ class Exchange(core.Exchange, tf.Module):
             if failure is not None:
                 raise failure
             self.times.start_from_environment(hvd.rank(), hvd.size())
-            if self.ranks != run.ranks and any(plan.shards for plan in run.plans):
-                raise ConfigError(
-                    f"the plan was made for {run.ranks.size} ranks, and there are {self.size}; call hvd.init() "
-                    "before you build or load the optimizer: the communicator cuts tensors into one shard per rank."
-                )
+            if self.ranks != run.ranks:
+                self._check_ranks(run)
             handshake.local = {
                 **self.described(),
                 "iterations": self._iterations(),
@@ -393,6 +390,17 @@ class Exchange(core.Exchange, tf.Module):
         self._step = GraphStep(self, transport, kinds)
         self.announce([(stage.first, stage.plan) for stage in run.live], run.step or None)
         return self._step
+
+    def _check_ranks(self, run: VariableRun) -> None:
+        """Raise an error if the ranks of now cannot go on with plans that were made for others."""
+        for plan in run.plans:
+            plan.check_ranks(self.size)
+            # Of integers that are added, as many share a word as the number of ranks allows.
+            if plan.shards or any(field.lanes for unit in plan.units for field in unit.fields):
+                raise ConfigError(
+                    f"the plan was made for {run.ranks.size} ranks, and there are {self.size}; call hvd.init() before "
+                    "you build or load the optimizer, or wrap a new one: what a rank sends depends on their number."
+                )
 
     # --- one step -----------------------------------------------------------------------------------------------
 

@@ -78,8 +78,7 @@ class VariableRun:
     def _add(self, first: int, plan: Plan) -> Stage:
         """Add a stage, and make its variables. Raises IncompatibleError if the ranks cannot run it."""
         number = len(self._stages)
-        for item in plan.assignments:
-            item.compressor.check_ranks(self.ranks.size)
+        plan.check_ranks(self.ranks.size)
 
         def make(unit: str, kind: str, key: str, value: tf.Tensor) -> StateVariable:
             for stage in self._stages:

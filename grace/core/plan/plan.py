@@ -134,6 +134,11 @@ class Plan:
             self.warnings,
         )
 
+    def check_ranks(self, size: int) -> None:
+        """Raise IncompatibleError if the payloads of `size` ranks cannot be merged."""
+        for item in self.assignments:
+            item.compressor.check_ranks(size)
+
     @property
     def dense_bytes(self) -> int:
         """Bytes of all gradients, which a rank would send in a step without compression."""

@@ -308,8 +308,7 @@ class Run:
 
     def _check_ranks(self, plans: Iterable[Plan]) -> None:
         for plan in plans:
-            for item in plan.assignments:
-                item.compressor.check_ranks(self.transport.size)
+            plan.check_ranks(self.transport.size)
 
     def _explain(self, name: str) -> str:
         for module, now in self._states.items():

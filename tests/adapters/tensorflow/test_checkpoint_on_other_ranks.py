@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.core.errors import StateError
+from grace.core.errors import GraceError, StateError
 from grace.core.spec import Ranks
 from grace.testing.harness import same
 
@@ -23,10 +23,36 @@ SCHEDULE = [{"step": 2, "compress_ratio": 0.2}]
 def exchange_of(rank, size, monkeypatch, **options):
     """Return an exchange that takes itself for a rank of `size`, before its first step."""
     monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (rank, Ranks(size)))
-    exchange = Exchange({**TOPK, **options})
+    exchange = Exchange(options if "compressor" in options else {**TOPK, **options})
     exchange.kept = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
     exchange.build(exchange.kept)
     return exchange
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after", "told"),
+    [
+        ({"compressor": "uniform", "default_rules": False}, 1, 2, "what a rank sends depends on their number"),
+        ({"communicator": "two_shot"}, 2, 3, "what a rank sends depends on their number"),
+        (
+            {"compressor": "terngrad", "shared_scale": True, "default_rules": False},
+            1,
+            200,
+            "holds at most 127 of them, received 200 ranks",
+        ),
+        ({"communicator": "allgather"}, 1, 2, None),
+    ],
+    ids=str,
+)
+def test_a_plan_for_other_ranks_is_refused_if_these_cannot_use_it(options, before, after, told, monkeypatch):
+    """A sum of more integers than the plan expects would overflow into its neighbours."""
+    exchange = exchange_of(0, before, monkeypatch, **options)
+    exchange.ranks = Ranks(after)
+    if told is None:
+        exchange._check_ranks(exchange.run)
+        return
+    with pytest.raises(GraceError, match=told):
+        exchange._check_ranks(exchange.run)
 
 
 def trained(size, steps, **options):
