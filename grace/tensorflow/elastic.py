@@ -105,7 +105,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
     @_with_errors_of_horovod
     def sync(self) -> None:
         """Give all ranks what is equal on them, from rank 0. What they hold back stays with each."""
-        keeping = [self._meet(number) for number in range(len(self._exchanges))]
+        keeping = [self._agree(number) for number in range(len(self._exchanges))]
         shared = [variable for exchange, _ in self._exchanges for variable in exchange.run.shared_variables]
         own = {id(variable) for variable in self._accumulators()}
         broadcast([*(v for v in self._of_keras(self.model.weights) if id(v) not in own), *shared], root_rank=0)
@@ -115,7 +115,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
         self._save_variables()
         super().sync()
 
-    def _meet(self, number: int) -> bool:
+    def _agree(self, number: int) -> bool:
         """Compare an exchange with that of the other ranks; return whether this one keeps what it holds back."""
         exchange, membership = self._exchanges[number]
         return membership.agree(

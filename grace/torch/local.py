@@ -47,10 +47,10 @@ class LocalAdapter(OptimizerAdapter):
         loss = self.plain.step() if closure is None else self.plain.step(evaluate)
         self.steps += 1
         if self.steps % self.every == 0:
-            self._meet()
+            self._exchange_weights()
         return loss
 
-    def _meet(self) -> None:
+    def _exchange_weights(self) -> None:
         self.exchanging = True
         with self.rollback.attempt(), torch.no_grad():
             self.rollback.keep()

@@ -298,7 +298,7 @@ def test_peak_is_that_of_one_visit():
 
 
 def test_a_metered_visit_says_where_the_time_went():
-    """Kernels and the engine are watched in the timed steps only, and everything else stays outside of them."""
+    """Kernels and steps are watched in the timed steps only, and everything else stays outside of them."""
 
     class Side:
         def barrier(self): ...
@@ -327,7 +327,7 @@ def test_a_metered_visit_says_where_the_time_went():
     n, before = 500_000, (native.module.run, Step.ready)
     spent = visit(Side(), "topk", "horovod", {}, 1, 3, None, metered=True).spent
     assert (native.module.run, Step.ready) == before
-    assert 0 < spent["kernels"] < spent["engine"] < spent["cpu"] < spent["wall"] - 0.009
+    assert 0 < spent["kernels"] < spent["steps"] < spent["cpu"] < spent["wall"] - 0.009
     # Of both ranks: the sum of gradient and residual, in which elements are chosen and checked, reads two arrays and
     # writes one; the merge writes one. Payloads and indices are small.
     assert 2 * 4 * n * 4 <= spent["kernel_bytes"] < 2 * 4 * n * 5
@@ -351,11 +351,11 @@ def test_the_share_of_reported_bytes_has_no_meaning_for_nodes(local_size, share)
 
 def test_the_parts_of_an_account_add_up(monkeypatch):
     base = {
-        "wall": 0.1, "cpu": 0.08, "delayed": 0.01, "others": 0.0, "engine": 0.0, "kernels": 0.0, "kernel_bytes": 0,
+        "wall": 0.1, "cpu": 0.08, "delayed": 0.01, "others": 0.0, "steps": 0.0, "kernels": 0.0, "kernel_bytes": 0,
         "faults": 10, "kernel_faults": 0, "copy_bandwidth": 1e10, "fault_s": 1e-5, "kept_bytes": 0,
     }  # fmt: skip
     topk = {
-        "wall": 0.2, "cpu": 0.14, "delayed": 0.03, "others": 0.02, "engine": 0.055, "kernels": 0.041,
+        "wall": 0.2, "cpu": 0.14, "delayed": 0.03, "others": 0.02, "steps": 0.055, "kernels": 0.041,
         "kernel_bytes": 3e8, "faults": 120, "kernel_faults": 100, "copy_bandwidth": 1e10, "fault_s": 1e-5,
         "kept_bytes": 1e8,
     }  # fmt: skip

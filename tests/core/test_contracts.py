@@ -56,7 +56,7 @@ def of_ops(contract):
 
 
 # On NumPy, every promise is tested with every method. Other frameworks and graphs run the same code of a method, whose
-# bytes golden files and tests of the engine compare with NumPy's. So there, every promise meets one method of WAYS.
+# bytes golden files and tests of whole steps compare with NumPy's. So there, every promise meets one method of WAYS.
 # Extra configurations have golden files and their papers' tests. Under --all, every promise has all of these.
 WAYS = [*FRAMEWORKS[1:], *(["graph"] if "tensorflow" in FRAMEWORKS else [])]
 PARTS = registered.by_name(registered.all_compressors() if covering.ALL else registered.default_compressors())

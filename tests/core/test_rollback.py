@@ -119,7 +119,7 @@ def test_with_roll_back_the_old_state_stays(method, framework):
     assert all(same(host(ops, x), kept) for x, kept in zip(before, copies, strict=True))
 
 
-# What gives the live arrays of an engine away.
+# What gives the live arrays of a run away.
 GIVES = {
     "state_dict": lambda run: [s["memory"] for s in run.state_dict()["tensors"].values()],
     "memories": lambda run: list(run.memories().values()),

@@ -18,7 +18,7 @@ from tests.support import registered
 from tests.support.steps import each, gradients, simulate, step
 from tests.support.trace_checks import check_phases, check_trace, phases_in, steps_in
 
-# One method per path through the engine: gathered, summed, with a proposal, of run-time length.
+# One method per path through a step: gathered, summed, with a proposal, of run-time length.
 METHODS = ["topk", "randomk", "powersgd", "sketchedsgd", "threshold", "none"]
 # Small sizes, so that there are several buckets.
 OPTIONS = {"bucket_bytes": 4096, "split_bytes": 4096}

@@ -27,7 +27,7 @@ settings = hypothesis.settings(derandomize=True, database=None, deadline=None, m
 
 
 def decoded(compressor: Compressor, framework: str, data: bytes):
-    """Decode the bytes of one rank as the engine does."""
+    """Decode the bytes of one rank as a step does."""
     ops = get_ops(framework, native=True)
     spec = golden.spec(compressor)
     layout = GatherLayout([spec], [compressor.wire(spec)], [True])

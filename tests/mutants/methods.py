@@ -471,7 +471,7 @@ class StartsAtOne(Residual):
 @breaks("test_state_keeps_its_form")
 @dataclass(frozen=True)
 class GrowsAField(Residual):
-    """Adds a field that `init` did not announce, so a checkpoint of a new engine lacks it."""
+    """Adds a field that `init` did not announce, so a checkpoint of a new run lacks it."""
 
     def update(self, x_, payload, compressor, state, at):
         return {**super().update(x_, payload, compressor, state, at), "seen": at.ops.zeros(1, "float32")}

@@ -75,7 +75,7 @@ def test_denormal_numbers_are_rounded_to_zero_or_the_smallest_normal_one(t, clip
 @both
 def test_the_highest_power_is_rounded_to_and_not_overflown(clipped):
     compressor, x = make("natural", clipped=clipped), np.full(1000, 3e38, np.float32)
-    # The engine counts so large a magnitude as infinite; the codec alone does not.
+    # A step counts so large a magnitude as infinite; the codec alone does not.
     (at,) = exchange(compressor, OPS, spec(len(x)), [np.ones_like(x)]).sites
     assert set(np.unique(compressor.decompress(compressor.compress(x, at), at))) == {2.0**127}
 

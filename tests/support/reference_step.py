@@ -1,4 +1,4 @@
-"""A reference step, tensor by tensor, that uses only the methods. The engine must give the same results."""
+"""A reference step, tensor by tensor, that uses only the methods. A step must give the same results."""
 
 from __future__ import annotations
 
@@ -147,5 +147,5 @@ class Reference:
 
 
 def reference(specs, config, ops, size):
-    """Return the reference in which every tensor is a unit, in the order of the engine."""
+    """Return the reference in which every tensor is a unit, in the order of a step."""
     return Reference(ops, list(make_plan(specs, config).exchanged), size, config.seed)

@@ -41,12 +41,12 @@ LAYOUTS = {
 }
 
 
-# One method per path through the engine: gathered, summed, of run-time length, with a proposal, with states, by shape.
+# One method per path through a step: gathered, summed, of run-time length, with a proposal, with states, by shape.
 WAYS = ("none", "fp16", "topk", "randomk", "threshold", "terngrad", "efsignsgd", "powersgd")
 # With the parts that a user gets who names only the compressor: every method, and extra configurations.
 METHODS = registered.by_name([registered.default_method(c) for c in registered.default_compressors()], "compressor")
 EXTRAS = registered.by_name([registered.default_method(c) for c in registered.extra_compressors()], "compressor")
-# What tests of the engine use: all of these under `--all`, else those of WAYS, votes, and methods whose fields depend
+# What tests of whole steps use: all of these under `--all`, else those of WAYS, votes, and methods whose fields depend
 # on the number of ranks or on the step. Contracts, golden bytes and papers have all methods.
 _FEW = (*WAYS, "signsgd", "dgc", "hardthreshold", "homomorphic", "gradiveq")
 TYPICAL = METHODS | EXTRAS if covering.ALL else {name: METHODS[name] for name in _FEW}

@@ -70,13 +70,13 @@ def _split(result: Result, compute: Result) -> Account:
     passes = min(in_kernels, mine["kernel_bytes"] / bandwidth)
     faults = (mine["faults"] - base["faults"]) * fault
     other_faults = mine["faults"] - mine["kernel_faults"] - base["faults"]
-    python = mine["engine"] - mine["kernels"]
+    python = mine["steps"] - mine["kernels"]
     waiting, before = (each["wall"] - each["cpu"] - each["delayed"] for each in (mine, base))
     parts = {
         "passes": passes,
         "arithmetic": in_kernels - passes,
         "Python": python,
-        "compute": mine["cpu"] - mine["engine"] - base["cpu"] - other_faults * fault,
+        "compute": mine["cpu"] - mine["steps"] - base["cpu"] - other_faults * fault,
         "waiting": waiting - before,
         "threads": mine["delayed"] - base["delayed"],
         "faults": faults,

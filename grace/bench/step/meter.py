@@ -1,4 +1,4 @@
-"""Meter of the thread that trains: processor time, calls of kernels, the engine, waiting, page faults.
+"""Meter of the thread that trains: processor time, calls of kernels, steps of grace, waiting, page faults.
 
 It needs Linux, whose `schedstat` counts in nanoseconds, and eager steps.
 """
@@ -34,8 +34,8 @@ ENTRIES = ("ready", "ready_in_parts", "poll", "complete", "finish")
 class Spent:
     """Time of some steps, in seconds, with bytes and numbers; of the main thread, unless something else is said.
 
-    `delayed` is the time in which it could run, but the core ran another thread. `engine` is its processor time in the
-    engine, of which `kernels` is that in kernels, whose arguments and results have `kernel_bytes`. `others` is the
+    `delayed` is the time in which it could run, but the core ran another thread. `steps` is its processor time in steps
+    of grace, of which `kernels` is that in kernels, whose arguments and results have `kernel_bytes`. `others` is the
     processor time of all other threads of the process. `faults` counts fresh pages, `kernel_faults` those in kernels.
     """
 
@@ -43,7 +43,7 @@ class Spent:
     cpu: float = 0.0
     delayed: float = 0.0
     others: float = 0.0
-    engine: float = 0.0
+    steps: float = 0.0
     kernels: float = 0.0
     kernel_bytes: int = 0
     faults: int = 0
@@ -51,7 +51,7 @@ class Spent:
 
 
 class Meter:
-    """Counters of the process: a context manager that watches the kernels and the engine until its exit.
+    """Counters of the process: a context manager that watches kernels and steps until its exit.
 
     Raises GraceError where the system does not count.
     """
@@ -120,7 +120,7 @@ class Meter:
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    self.spent.engine += time.thread_time() - start
+                    self.spent.steps += time.thread_time() - start
 
         return call
 

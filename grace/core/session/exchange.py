@@ -202,7 +202,7 @@ class Exchange(ABC):
         )
 
     def _digests(self, run: Run, weights: Mapping[str, Array]) -> dict[str, int]:
-        """Return digests of weights and of an run's shared states."""
+        """Return digests of weights and of a run's shared states."""
         return {name: self._digest(x) for name, x in {**weights, **run.shared_states}.items()}
 
     @property

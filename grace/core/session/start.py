@@ -148,8 +148,8 @@ def open_session(
 ) -> Session:
     """Return the start of an exchange, as a context in whose body all ranks check their arguments and make their plans.
 
-    The body adds to `mine` what must be equal on all ranks, besides what `begin` describes. An error in it is raised on
-    all ranks, and so is a MismatchError at its end if they differ. `world` has rank and size among all processes.
+    The body adds to `local` what must be equal on all ranks, besides what `begin` describes. An error in it is raised
+    on all ranks, and so is a MismatchError at its end if they differ. `world` has rank and size among all processes.
     `group` names the ranks, equally on all of them; exchanges of a `kind` are numbered, so that a group can have
     several. All kinds compare under one name, by `gather` or over the transport: ranks with other numbers of exchanges
     get an error instead of waiting forever.

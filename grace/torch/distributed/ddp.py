@@ -204,29 +204,29 @@ class GradientHook:
 
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[p] for p in parameters]  # type: ignore[index]
-        buffer, by_engine = bucket.buffer(), {name for name in names if self._run.exchanges(name)}
-        if by_engine and buffer.is_sparse:
+        buffer, ours = bucket.buffer(), {name for name in names if self._run.exchanges(name)}
+        if ours and buffer.is_sparse:
             raise StepError(
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
                 f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
             )
-        if self._wrapped is not None and not by_engine:
+        if self._wrapped is not None and not ours:
             # Its collectives check as little as those of `_reduce`.
             self._exchange.comparisons.finish()
             return self._wrapped.pass_on(bucket)
         if self._wrapped is not None:
             # DDP gets the future of what the hook makes of the result.
             future, taken = self._wrapped.start(bucket)
-            mine = _Bucket(taken.tensors[0], taken.future, by_engine, {}, taken)
+            mine = _Bucket(taken.tensors[0], taken.future, ours, {}, taken)
             views = dict(zip(names, taken.gradients, strict=True))
         else:
             future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-            mine = _Bucket(buffer, future, by_engine, {})
-            views = dict(zip(names, split(buffer, parameters), strict=True)) if by_engine else {names[0]: buffer}
+            mine = _Bucket(buffer, future, ours, {})
+            views = dict(zip(names, split(buffer, parameters), strict=True)) if ours else {names[0]: buffer}
         self._buckets.append(mine)
-        mine.reductions.update({name: self._reduce(x) for name, x in views.items() if name not in by_engine})
+        mine.reductions.update({name: self._reduce(x) for name, x in views.items() if name not in ours})
         for name, view in views.items():
-            if name in by_engine:
+            if name in ours:
                 self._hand_over(name, view)
         return future
 

@@ -103,7 +103,7 @@ class ProcessGroupTransport(OrderedTransport):
             return
         try:
             # Connecting blocks until all ranks are there.
-            store = self._meet(what)
+            store = self._rendezvous(what)
             # Own limits end waits. These connections need only a longer one.
             limit = timedelta(seconds=2 * self.timeout + 60)
             for use in ("headers", "cpu"):
@@ -120,7 +120,7 @@ class ProcessGroupTransport(OrderedTransport):
         self._works: list[Any] = []
         self._end = weakref.finalize(self, _free, self._groups, self._works)
 
-    def _meet(self, what: str) -> Any:
+    def _rendezvous(self, what: str) -> Any:
         """Wait until all ranks are here, and return a store that only they use, and only this time.
 
         A rank that gives up closes the place, so the others move on to the next one, where it comes if it tries again.

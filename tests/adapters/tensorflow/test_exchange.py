@@ -27,7 +27,7 @@ BY_MPIRUN = {(name, usual_communicator(compressors.make(name))) for name in ELSE
 
 
 def _exchanges(row):
-    """Return whether a row needs a graph here. PyTorch's tests already cover how the engine splits and sends."""
+    """Return whether a row needs a graph here. PyTorch's tests already cover how a step splits and sends."""
     if not cases.possible(row):
         return False
     launch = (row["launcher"], row["ranks"])
@@ -43,7 +43,7 @@ def _exchanges(row):
     return launch == ("mpirun", 2) and (row["method"], row["communicator"]) in BY_MPIRUN
 
 
-# For Keras, only the path of a method through the engine matters. One process exchanges nothing.
+# For Keras, only the path of a method through a step matters. One process exchanges nothing.
 TRAINED = [
     {"method": method, "launcher": launch.launcher, "ranks": launch.ranks}
     for launch in (ALONE, GLOO_2)

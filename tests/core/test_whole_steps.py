@@ -1,4 +1,4 @@
-"""Promises of a whole step, for every valid combination of methods, with the real engine over simulated ranks."""
+"""Promises of a whole step, for every valid combination of methods, with real steps over simulated ranks."""
 
 from __future__ import annotations
 
