@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grace.bench.command import INTERRUPTED, completed_by
+from grace.bench.command import INTERRUPTED, add_import, completed_by
 from grace.bench.progress import Progress
+from grace.bench.variants import import_own
 from grace.core.errors import ConfigError
 from grace.report.data_sets import DATA_SETS
 from grace.report.task import MODULES
@@ -45,6 +46,7 @@ def add_report(commands: Any) -> None:
     folder = f"folder of the results (default: {FOLDER}, with --quick {QUICK_FOLDER})"
     add("--output", type=Path, metavar="FOLDER", help=folder)
     add("--codec", type=Path, metavar="FILE", help="results of `grace bench codec --json`, for the page")
+    add_import(parser)
     completed_by(names, lambda _: MODULES)
     completed_by(methods, lambda _: _labels())
     parser.set_defaults(run=run_report)
@@ -68,6 +70,7 @@ def run_report(args: argparse.Namespace) -> int:
                 raise ConfigError(f"--{option}: expected at least {least}, received {value}.")
     from grace.report.study import cells
 
+    modules = import_own(args.modules)
     wanted = cells(
         dict.fromkeys(args.tasks or (DATA_SETS if args.data else MODULES)),
         quick=args.quick,
@@ -81,7 +84,7 @@ def run_report(args: argparse.Namespace) -> int:
     jobs = args.jobs or len(os.sched_getaffinity(0))
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
-        return _study(wanted, folder, jobs, codec)
+        return _study(wanted, folder, jobs, codec, modules)
     except OSError as error:
         raise ConfigError(f"--output: '{error.filename}' cannot be written: {error.strerror}.") from None
 
@@ -101,7 +104,13 @@ def _once(values: Sequence[int] | None) -> list[int] | None:
     return None if values is None else list(dict.fromkeys(values))
 
 
-def _study(wanted: Sequence[Cell], folder: Path, jobs: int, codec: Sequence[Mapping[str, Any]] | None) -> int:
+def _study(
+    wanted: Sequence[Cell],
+    folder: Path,
+    jobs: int,
+    codec: Sequence[Mapping[str, Any]] | None,
+    modules: Sequence[str],
+) -> int:
     from grace.report.cell import read, write, write_text
     from grace.report.comparison import cases
     from grace.report.findings import findings
@@ -138,7 +147,7 @@ def _study(wanted: Sequence[Cell], folder: Path, jobs: int, codec: Sequence[Mapp
             progress.write(f"{number}/{len(wanted)} {cell}: {outcome}; about {rest} left")
 
         try:
-            run(missing, folder / "cells", jobs, report)
+            run(missing, folder / "cells", jobs, report, modules)
         except KeyboardInterrupt:
             print(
                 f"grace report: interrupted with {waiting} of {len(wanted)} cells left; the same command goes on",

@@ -25,6 +25,7 @@ from typing import Any
 
 from grace import __version__
 from grace.bench.frameworks import set_threads
+from grace.bench.variants import import_own
 from grace.machine import SAFE_PATH, installed, processor, python
 from grace.report.cell import Cell, train, write
 from grace.report.methods import Method
@@ -99,17 +100,22 @@ class TimeLeft:
 
 
 def run(
-    cells: Sequence[Cell], folder: Path, jobs: int, report: Callable[[Cell, Mapping[str, Any]], None]
+    cells: Sequence[Cell],
+    folder: Path,
+    jobs: int,
+    report: Callable[[Cell, Mapping[str, Any]], None],
+    modules: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Train the cells, `jobs` at a time, and return their results in order; `report` is called after each.
 
-    A cell that raises, or whose process dies, has the error as its result. Raises OSError if no result can be written.
+    Each process imports `modules` first, as `import_own` names them. A cell that raises, or whose process dies, has the
+    error as its result. Raises OSError if no result can be written.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
     results: dict[int, dict[str, Any]] = {}
     origin = provenance()
-    workers = [_Worker(origin, folder) for _ in range(min(jobs, len(cells)))]
+    workers = [_Worker(origin, folder, modules) for _ in range(min(jobs, len(cells)))]
 
     def work(worker: _Worker) -> None:
         while not worker.ended.is_set():
@@ -148,8 +154,8 @@ def run(
 class _Worker:
     """A process that trains one cell after the other; a new one takes its place if it dies."""
 
-    def __init__(self, origin: Mapping[str, Any], folder: Path) -> None:
-        self._origin, self._folder = origin, folder
+    def __init__(self, origin: Mapping[str, Any], folder: Path, modules: Sequence[str]) -> None:
+        self._origin, self._folder, self._modules = origin, folder, modules
         self.ended = threading.Event()
         self._starting = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -175,7 +181,7 @@ class _Worker:
                 return ""
             if self._process is None:
                 self._process = subprocess.Popen(
-                    python(WORKER),
+                    [*python(WORKER), *self._modules],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
@@ -216,6 +222,7 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # What a library prints is no answer.
         os.dup2(2, 1)
+        import_own(sys.argv[1:])
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(lines,), daemon=True).start()
         while True:

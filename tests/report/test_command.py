@@ -143,6 +143,21 @@ def test_a_cell_that_raises_is_an_error_and_the_others_go_on(report):
 
 
 @pytest.mark.processes
+def test_methods_of_ones_own_are_trained(report, tmp_path):
+    """In a process of its own, because nothing takes a registered name back."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import grace\n\n@grace.register_compressor('own')\nclass Own(grace.compressors.get('qsgd')):\n    pass\n"
+    )
+    words = ["--tasks", "mf", "--methods", "own:quantum_num=7", "--seeds", "0", "--ranks", "2", "--import", str(path)]
+    words = [sys.executable, "-m", "grace", "report", *words, "--output", str(report.folder)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\nown:quantum_num=7 " in done.stdout
+    assert len(of_cells(files(report.folder))) == 4
+
+
+@pytest.mark.processes
 def test_a_worker_that_dies_is_an_error_of_its_cell_and_another_takes_its_place(tmp_path, monkeypatch):
     code = "import os, json, sys\nfor line in sys.stdin:\n    if json.loads(line)['cell']['seed'] == 1: os._exit(3)\n"
     monkeypatch.setattr(runner, "WORKER", code + "    print(json.dumps({'loss': 1, 'seconds': 1}), flush=True)\n")
