@@ -125,8 +125,8 @@ def _label(figure: Figure, panel: Axes, points: Sequence[tuple[Case, float]], fe
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places]
     for index in sorted(range(len(points)), key=lambda i: (_importance(i, points, fewer), i)):
         (x, y), name = places[index], _short(points[index][0].method)
-        # A mean letter is about half as wide as the text is high.
-        width, height = 0.5 * FONT * len(name), FONT
+        # A mean letter is about half as wide as the text is high, and two labels need a gap.
+        width, height = 0.5 * FONT * (len(name) + 1), FONT
         for dx, dy, sides in (
             (5, -height / 2, "left"),
             (-5 - width, -height / 2, "right"),

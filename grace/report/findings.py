@@ -487,19 +487,29 @@ def _equal_volumes(cases: Sequence[Case]) -> tuple[list[tuple[Case, Case]], str]
     """Return the pairs of a fixed threshold and top-k of equal bytes, memory and communicator, or the closest pair."""
     pairs, closest, text = [], math.inf, ""
     for group in _groups(cases):
-        for hard, top in itertools.product(group, group):
-            both = (hard.compressor, top.compressor) == ("hardthreshold", "topk") and _is_fixed(hard)
-            if both and _way(hard) == _way(top) and _way(hard)[0]["name"] != "none":
-                factor = max(hard.row.bytes / top.row.bytes, top.row.bytes / hard.row.bytes)
-                if factor <= EQUAL:
-                    pairs.append((hard, top))
-                if factor < closest:
-                    closest = factor
-                    text = (
-                        f"{hard.table.task}, {hard.ranks} ranks: `{hard.method}` {100 * hard.row.bytes:.2f} %, "
-                        f"`{top.method}` {100 * top.row.bytes:.2f} %"
-                    )
+        for hard, top in _alike(group):
+            factor = max(hard.row.bytes / top.row.bytes, top.row.bytes / hard.row.bytes)
+            if factor <= EQUAL:
+                pairs.append((hard, top))
+            if factor < closest:
+                closest = factor
+                text = (
+                    f"{hard.table.task}, {hard.ranks} ranks: `{hard.method}` {100 * hard.row.bytes:.2f} %, "
+                    f"`{top.method}` {100 * top.row.bytes:.2f} %"
+                )
     return pairs, text
+
+
+def _alike(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
+    """Return the pairs of a fixed threshold and top-k with error feedback, equal memory and communicator."""
+    return [
+        (hard, top)
+        for hard, top in itertools.product(cases, cases)
+        if (hard.compressor, top.compressor) == ("hardthreshold", "topk")
+        and _is_fixed(hard)
+        and _way(hard) == _way(top)
+        and _way(hard)[0]["name"] != "none"
+    ]
 
 
 def _way(case: Case) -> tuple[Any, Any]:
@@ -572,14 +582,11 @@ def _hard_error(cases: Sequence[Case]) -> Outcome:
 
 
 def _hard_cost(cases: Sequence[Case]) -> Outcome:
-    used, ratios = [], []
-    for group in _groups(cases):
-        by_name = {case.method: case for case in group}
-        if by_name.keys() >= {"topk", "hardthreshold"}:
-            used += [by_name["hardthreshold"], by_name["topk"]]
-            ratios.append(by_name["hardthreshold"].parts.exchange / by_name["topk"].parts.exchange)
+    pairs = [pair for group in _groups(cases) for pair in _alike(group)]
+    used = [case for pair in pairs for case in pair]
+    ratios = [hard.parts.exchange / top.parts.exchange for hard, top in pairs]
     if not ratios:
-        return _missing("hardthreshold and topk")
+        return _volume_missing([], "")
     text = f"a step's exchange takes {statistics.median(ratios):.2f} times that of topk (median)"
     return Outcome(statistics.median(ratios) < 1, text, _cells(used))
 
@@ -675,7 +682,7 @@ def _take(families: dict[str, list[Case]], ranks: int | None) -> str:
         good = {method: sum(bool(case.within) for case in found) for method, found in by_method.items()}
         sent = {method: statistics.fmean(case.sent or 0 for case in found) for method, found in by_method.items()}
         best = min(by_method, key=lambda method, good=good, sent=sent: (-good[method], sent[method], method))
-        tasks = len({case.table.task for case in known})
+        tasks = len({case.table.task for found in by_method.values() for case in found})
         if good[best]:
             parts.append(
                 f"with {family} `{best}` (within the noise of uncompressed training or better on {good[best]} of "

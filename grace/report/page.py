@@ -40,6 +40,7 @@ svg { display: block; width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2rem 0.6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 .numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right; white-space: nowrap; }
+.numbers th:first-child, .numbers td:first-child { position: sticky; left: 0; background: var(--paper); }
 .findings td:first-child, .findings td:nth-child(3) { white-space: nowrap; }
 .yes { font-weight: 600; } .no { font-weight: 600; } .open { opacity: 0.75; }
 ul.signs { list-style: none; display: flex; flex-wrap: wrap; gap: 0.25rem 1.25rem; padding: 0; }

@@ -101,7 +101,7 @@ BOTH = {
         for last in (1.9, 2.1)
     ),
     "cheaper to compute": tuple(
-        [run("topk", 0.1, exchange=1e-3), hard(0.1, "hardthreshold", exchange=t)] for t in (1e-4, 1e-2)
+        [run("topk", 0.1, exchange=1e-3), hard(0.1, exchange=t)] for t in (1e-4, 1e-2)
     ),
 }  # fmt: skip
 NEVER = ("SignSGD and SIGNUM", "RDMA", "frameworks differ", "Accordion")
@@ -182,6 +182,12 @@ def test_a_hard_threshold_of_a_probe_is_not_the_fixed_one_of_the_paper():
 def test_the_advice_does_not_take_what_sends_the_bytes_of_another():
     take, _, _ = advice(cases([*MF, run("topk", 0.1, share=0.02), hard(0.1, share=0.01)]))
     assert "with SGD `topk`" in take
+
+
+def test_the_advice_counts_tasks_that_have_methods():
+    pytest.importorskip("torch", reason="cnn is a task of PyTorch")
+    take, _, _ = advice(cases([*MF, *dense("cnn"), run("topk", 0.1)]))
+    assert "on 1 of 1 task, " in take
 
 
 def test_the_advice_follows_the_numbers():
