@@ -7,6 +7,7 @@ import pytest
 
 import grace
 from grace.core.errors import StateError
+from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops import get_ops
 from grace.core.plan.plan import Modules, make_plans
 from grace.core.session.simulation import SimulatedTransport, _Network, poll_all
@@ -58,7 +59,14 @@ def by_module(ranks=2, schedule=None):
     of = Modules({tensor: module for module, tensors in modules.items() for tensor in tensors})
     stages, network, ops = make_plans(specs, config, ranks=Ranks(ranks), modules=of), _Network(ranks), get_ops("numpy")
     return [
-        Run(stages, lambda device: ops, SimulatedTransport(rank, network, ops), seed=config.seed, modules=modules)
+        Run(
+            stages,
+            lambda device: ops,
+            SimulatedTransport(rank, network, ops),
+            seed=config.seed,
+            modules=modules,
+            times=ModuleTimes(),
+        )
         for rank in range(ranks)
     ]
 
@@ -91,6 +99,22 @@ def test_each_module_counts_its_own_steps():
     assert stats["step"] == 3
     assert set(stats["tensors"]) == {"a", "b"}
     assert stats["wire_bytes"] == sum(bucket["wire_bytes"] for bucket in stats["buckets"].values()) > 0
+
+
+def test_a_dropped_step_of_a_module_leaves_no_moments_in_the_statistics():
+    runs = by_module()
+    for rank, x in enumerate(gradients(grace.Simulation(2, SHAPES, CONFIG), 0)):
+        runs[rank].current_of("first").ready("a", x["a"])
+    runs[0].current_of("first").poll()
+    for run in runs:
+        run.discard()
+        run.transport._network.drop()
+    take(runs, "second", "b", 0)
+    first, second = runs[0].stats()["buckets"].values()
+    if first["tensors"] == ["b"]:
+        first, second = second, first
+    assert first["ready"] is None
+    assert second["merge"] is not None
 
 
 def test_modules_go_on_from_a_checkpoint():

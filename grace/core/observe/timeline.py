@@ -48,6 +48,10 @@ class Times:
         self._last, self._marks = self._marks, {}
         self.write(int(step), plan, self._last, sent)
 
+    def drop(self) -> None:
+        """Forget the moments of a step that will not be finished."""
+        self._marks = {}
+
     def moments(self, plan: Plan) -> Moments:
         """Return the moments of the last step, which belonged to this plan."""
         return self._last

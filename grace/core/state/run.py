@@ -277,6 +277,7 @@ class Run:
         self._states = dict(states)
         self._current.clear()
         self._owned.clear()
+        self.times.drop()
 
     def _divide(self, stages: Stages) -> dict[str, Stages]:
         """Return the part of each module in the plans."""
