@@ -39,7 +39,8 @@ svg { display: block; width: 100%; height: auto; }
 .scroll { overflow-x: auto; margin: 0.75rem 0; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2rem 0.6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right; white-space: nowrap; }
+.numbers th { vertical-align: bottom; } .numbers td { white-space: nowrap; }
+.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right; }
 .numbers th:first-child, .numbers td:first-child { position: sticky; left: 0; background: var(--paper); }
 .findings td:first-child, .findings td:nth-child(3) { white-space: nowrap; }
 .yes { font-weight: 600; } .no { font-weight: 600; } .open { opacity: 0.75; }
@@ -49,6 +50,7 @@ details { margin: 0.75rem 0; } summary { cursor: pointer; }
 @media (max-width: 48rem) {
   main { padding: 0.5rem 0.75rem 3rem; }
   .panels { grid-template-columns: minmax(0, 1fr); }
+  .numbers td:first-child { white-space: normal; }
   .findings thead { display: none; }
   .findings tr { display: block; padding: 0.5rem 0; border-bottom: 1px solid var(--line); }
   .findings td { display: block; border: 0; padding: 0.1rem 0; }
@@ -98,6 +100,10 @@ def _note(text: str) -> str:
 
 def _quoted(methods: Iterable[str]) -> str:
     return ", ".join(f"`{method}`" for method in methods) or "no method"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _list(names: Iterable[str]) -> str:
@@ -305,8 +311,9 @@ def _codecs(codec: Sequence[Mapping[str, Any]] | None, numbers: Iterator[int]) -
     repetitions = f"{max(count)}" if min(count) == max(count) else f"{min(count)} to {max(count)}"
     caption = (
         f"Time of the local work of a step: compression, decompression and error feedback, {repetitions} repetitions; "
-        f"the line is the median. Machine: {machine['gpu'] or machine['cpu']}, {codec[0]['threads']} threads, "
-        f"{codec[0]['framework']}. Command: {codec[0]['command']}. Gradients are drawn with a fixed seed."
+        f"the line is the median. Machine: {machine['gpu'] or machine['cpu']}, "
+        f"{_count(codec[0]['threads'], 'thread')}, {codec[0]['framework']}. Command: {codec[0]['command']}. "
+        "Gradients are drawn with a fixed seed."
     )
     return title + _figure(panels, caption)
 
@@ -334,7 +341,14 @@ def _errors(results: Iterable[Mapping[str, Any]]) -> str:
     failed = [found for found in results if "error" in found]
     if not failed:
         return ""
+    # One cause often ends many runs.
+    groups: dict[tuple[str, int, str], list[str]] = {}
+    for found in failed:
+        cell = found["cell"]
+        run = f"{cell['method']}, seed {cell['seed']}"
+        groups.setdefault((cell["task"], cell["ranks"], found["error"]), []).append(run)
     rows = [
-        ["{task}, {method}, {ranks} ranks, seed {seed}".format(**found["cell"]), found["error"]] for found in failed
+        (f"{task}, {ranks} ranks, {runs[0] if len(runs) == 1 else _count(len(runs), 'run')}", error)
+        for (task, ranks, error), runs in groups.items()
     ]
     return "<h2>Errors</h2>" + _table(("run", "error"), rows, "errors")

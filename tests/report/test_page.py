@@ -167,7 +167,7 @@ def test_codecs_are_drawn_by_size():
     assert "2,000 elements" in part
     assert "qsgd:quantum_num=7" in part
     assert "3 repetitions" in part
-    assert "Machine: a processor" in part
+    assert "Machine: a processor, 1 thread, numpy." in part
 
 
 def test_a_page_without_uncompressed_runs_has_tables_and_no_speeds():
@@ -184,6 +184,14 @@ def test_a_page_without_results_says_so(found):
     text = page(found)
     Checker(text)
     assert "There are no results." in text
+
+
+def test_runs_that_end_with_one_error_share_a_row():
+    found = [error("it failed"), error("it failed"), {**error("too late"), "cell": {**error()["cell"], "task": "ncf"}}]
+    part = page(found).split("<h2>Errors</h2>")[1]
+    assert part.count("<tr>") == 3
+    assert "<td>mf, 4 ranks, 2 runs</td><td>it failed</td>" in part
+    assert "<td>ncf, 4 ranks, topk, seed 9</td><td>too late</td>" in part
 
 
 def test_one_rank_alone_has_tables_and_no_figures():
