@@ -42,7 +42,7 @@ class Shapes(Task):
     steps, quick_steps = 250, 100
     # Intersection over union of seeds 0 and 2: 0.762 and 0.687 with 0.005, 0.704 and 0.762 with 0.01, from `grace
     # report --quick --tasks unet --methods none`. After 250 steps, seeds 0 and 1 have 0.834 and 0.858 with 0.01. A
-    # moving average of the weights has 0.828 and 0.857: seeds differ in how far they have come, not by noise at the end.
+    # moving average of the weights has 0.828 and 0.857: seeds differ in how far they have come.
     batch, lr, momentum = 8, 1e-2, 0.9
     seconds = 11.0
 
