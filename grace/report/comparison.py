@@ -102,7 +102,8 @@ class Case:
         None if no seed has both runs, or if one diverged.
         """
         shared = sorted(self.runs.keys() & self.dense.keys())
-        if self.dense_parts is None or not shared:
+        diverged = any(of[seed]["diverged"] for of in (self.runs, self.dense) for seed in shared)
+        if self.dense_parts is None or not shared or diverged:
             return None
         times = self.parts.seconds(gbit, faster), self.dense_parts.seconds(gbit, faster)
         found = [qualities_at_equal_time(self.runs[seed], times[0], self.dense[seed], times[1]) for seed in shared]

@@ -241,27 +241,33 @@ def _ratio(cases: Sequence[Case], *, harms: bool, missing: str) -> Outcome:
     return Outcome((2 * sum(lost) > len(lost)) == harms, text, _cells(used))
 
 
-def _decided(pairs: Iterable[tuple[Case, Case]]) -> tuple[list[Case], Counter[str]]:
-    """Return the cases of pairs, and how many gain from feedback, lose by it, or do not differ by more than noise."""
-    used, count = [], Counter[str]()
+def _decided(pairs: Iterable[tuple[Case, Case]]) -> tuple[list[Case], dict[str, list[str]]]:
+    """Return the cases of pairs, and the tasks of those that gain from feedback, lose by it, or differ by noise."""
+    used: list[Case] = []
+    found: dict[str, list[str]] = {"gains": [], "harms": [], "equal": []}
     for without, with_it in pairs:
         difference = gain(with_it.task, with_it.runs, without.runs)
         if difference is not None and with_it.table.noise is not None:
             used += [without, with_it]
             equal = abs(difference) <= _noise(with_it)
-            count["equal" if equal else "gains" if difference > 0 else "loses"] += 1
-    return used, count
+            found["equal" if equal else "gains" if difference > 0 else "harms"].append(with_it.table.task)
+    return used, found
 
 
-def _told(count: Counter[str]) -> str:
-    return f"feedback gains in {count['gains']} pairs, harms in {count['loses']}, within the noise in {count['equal']}"
+def _told(found: dict[str, list[str]]) -> str:
+    """Return in how many pairs feedback gains and harms, and on which tasks."""
+    counts = [
+        f"{len(tasks)} ({', '.join(dict.fromkeys(tasks))})" if (tasks := found[kind]) else "0"
+        for kind in ("gains", "harms", "equal")
+    ]
+    return "pairs in which feedback gains: {}; harms: {}; within the noise: {}".format(*counts)
 
 
 def _feedback_of_sparse(cases: Sequence[Case]) -> Outcome:
-    used, count = _decided(pair for pair in feedback_pairs(cases) if pair[0].family in SPARSE)
+    used, found = _decided(pair for pair in feedback_pairs(cases) if pair[0].family in SPARSE)
     if not used:
         return _missing("sparsifiers with and without feedback, and the noise")
-    return Outcome(2 * count["gains"] > count.total(), _told(count), _cells(used))
+    return Outcome(2 * len(found["gains"]) > sum(map(len, found.values())), _told(found), _cells(used))
 
 
 def _harms(compressors: Sequence[str], task: str = "") -> Callable[[Sequence[Case]], Outcome]:
@@ -273,11 +279,11 @@ def _harms(compressors: Sequence[str], task: str = "") -> Callable[[Sequence[Cas
             for pair in feedback_pairs(cases)
             if pair[0].compressor in compressors and task in ("", pair[0].table.task)
         ]
-        used, count = _decided(pairs)
+        used, found = _decided(pairs)
         if not used:
             where = f" on {task}" if task else ""
             return _missing(f"{' or '.join(compressors)} with and without feedback{where}, and the noise")
-        return Outcome(2 * count["loses"] > count.total(), _told(count), _cells(used))
+        return Outcome(2 * len(found["harms"]) > sum(map(len, found.values())), _told(found), _cells(used))
 
     return check
 

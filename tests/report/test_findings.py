@@ -157,11 +157,16 @@ def test_a_number_names_its_cells():
 
 
 def test_feedback_is_compared_over_the_seeds_that_both_have():
+    pytest.importorskip("torch", reason="cnn is a task of PyTorch")
     results = [*MF, *runs("qsgd", (0.1, 0.5)), run("qsgd, feedback", 0.1), *runs("topk", (0.1, 0.1))]
     results += runs("topk, no feedback", (0.2, 0.2))
     pairs = feedback_pairs(cases(results))
     assert [(off.method, on.method) for off, on in pairs] == [("qsgd", "qsgd, feedback"), ("topk, no feedback", "topk")]
-    assert "within the noise in 1" in line("harms QSGD", results).number
+    number = line("harms QSGD", results).number
+    assert number == "pairs in which feedback gains: 0; harms: 0; within the noise: 1 (mf)"
+    results += [*dense("cnn"), *runs("qsgd", (0.5, 0.5), task="cnn"), *runs("qsgd, feedback", (0.6, 0.6), task="cnn")]
+    number = line("harms QSGD", results).number
+    assert number == "pairs in which feedback gains: 1 (cnn); harms: 0; within the noise: 1 (mf)"
 
 
 def test_a_hard_threshold_is_compared_at_equal_volume_only():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grace.core.transport.collectives import KINDS, copies
+from grace.report.comparison import cases
 from grace.report.speed import FASTER, LATENCY, LINKS, Parts, parts, qualities_at_equal_time
 from tests.report.made import dense, error, run
 from tests.support.launch import ROOT
@@ -67,6 +68,10 @@ def test_at_equal_time_the_slower_run_has_come_less_far():
 
 def test_a_run_that_diverged_has_no_quality_at_a_time():
     assert qualities_at_equal_time(run("topk", None), 1.0, run("none", 0.1), 1.0) is None
+    # It may have diverged with finite losses.
+    ended = run("topk", 0.5)
+    assert cases([*dense(), ended])[-1].qualities_at_equal_time(1) is not None
+    assert cases([*dense(), {**ended, "diverged": True}])[-1].qualities_at_equal_time(1) is None
 
 
 def test_the_documents_state_the_constants():
