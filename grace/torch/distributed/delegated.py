@@ -15,8 +15,8 @@ from grace.torch.distributed.transport import ProcessGroupTransport
 class Delegated:
     """The exchange of dense gradients, in the order of the plan.
 
-    They have a transport of their own, because their order among the buckets differs between ranks. `connect` makes it
-    for the first of them.
+    They have a transport of their own, because their order among the buckets differs between ranks. `connect(what)`
+    makes it. All ranks must create this object, and call `forget`, at the same time.
     """
 
     def __init__(
@@ -31,22 +31,36 @@ class Delegated:
     ) -> None:
         self._connect, self._run, self._names = connect, run, names
         self._average, self._predivide, self._sparse_as_dense = average, predivide, sparse_as_dense
-        self._transport: ProcessGroupTransport | None = None
+        self._transport = self._open_early()
         # By tensor, the gradients that wait for their turn, and what waits for the results of the others.
         self._arrived: dict[str, torch.Tensor] = {}
         self._waits: dict[str, Callable[[], torch.Tensor]] = {}
         self._started: set[str] = set()
 
+    def _open(self, what: str) -> ProcessGroupTransport:
+        transport = self._connect(what)
+        transport.explain = self._explain
+        return transport
+
+    def _open_early(self) -> ProcessGroupTransport | None:
+        """Return a transport if a stage has dense tensors, so that no backward pass waits for a rank that discards."""
+        dense = any(plan.delegated for _, plan in self._run.stages)
+        return self._open("the connections for tensors that stay dense") if dense else None
+
+    def _explain(self, name: str) -> str:
+        return f"step {self._run.step}, the gradient of '{name}'"
+
     def agree_on_sparse(self) -> None:
         """Do nothing: the transport finds collectives that differ."""
 
     def forget(self) -> None:
-        """Forget what was started in a step that was dropped, and disconnect from the other ranks."""
+        """Forget what was started in a step that was dropped, and connect to the other ranks again."""
         for collection in (self._arrived, self._waits, self._started):
             collection.clear()
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        old, self._transport = self._transport, None
+        if old is not None:
+            old.close()
+        self._transport = self._open_early()
 
     def start(self, p: torch.nn.Parameter) -> tuple[Callable[[], torch.Tensor], None]:
         """Start the exchange of a gradient, after those of all tensors before it."""
@@ -71,7 +85,8 @@ class Delegated:
         return result
 
     def _begin(self, name: str, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self._transport = transport = self._transport or self._connect(name)
+        # After a change, a tensor may stay dense that was compressed.
+        self._transport = transport = self._transport or self._open(self._explain(name))
         size = transport.size
         if gradient.is_sparse:
             return _begin_rows(transport, name, gradient, size if self._average else 1)

@@ -69,19 +69,14 @@ class TorchDistributed(Library):
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
         hook(wrapped, names, self._passes)
 
-        def explain(name: str) -> str:
-            return f"step {run.step}, the gradient of '{name}'"
-
-        def connect(first: str) -> ProcessGroupTransport:
-            transport = ProcessGroupTransport(
+        def connect(what: str) -> ProcessGroupTransport:
+            return ProcessGroupTransport(
                 self._process_group,
                 timeout=self.transport.timeout,
                 name=f"{self.transport.name}/dense/{self.transport.connections}",
                 store=self.transport.store,
-                what=explain(first),
+                what=what,
             )
-            transport.explain = explain
-            return transport
 
         return Delegated(connect, run, names, **self._options)
 

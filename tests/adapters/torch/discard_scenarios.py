@@ -69,6 +69,14 @@ def synchronized(model: torch.nn.Module, optimizer: Any) -> None:
     optimizer.synchronize()
 
 
+def begun_but_on_rank_1(model: torch.nn.Module, optimizer: Any) -> None:
+    """Drop a step, and begin the next one on all ranks but one."""
+    backward(model, optimizer)
+    optimizer.grace.discard()
+    if my_rank() != 1:
+        backward(model, optimizer)
+
+
 def completed_but_on_rank_1(model: torch.nn.Module, optimizer: Any) -> None:
     """Fail in a merge on rank 1, when the other ranks have completed the exchange."""
     real = TopK.merge
@@ -96,6 +104,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
     "negotiated": ({**POWERSGD, **LAYERS, "timeout": SHORT}, failing(PowerSGD, "compress", (0,), 1)),
     "no error": (TOPK, backward),
     "no error, dense": ({"compressor": "none"}, backward),
+    "one rank has not begun": ({"compressor": "none", "timeout": SHORT}, begun_but_on_rank_1),
     "synchronized": ({**TOPK, "memory": "dgc"}, synchronized),
 }
 
@@ -112,7 +121,7 @@ def discarded() -> dict[str, Any]:
             if interrupted:
                 optimizer.zero_grad()
                 errors["attempt"] = outcome(lambda a=attempt, m=model, o=optimizer: a(m, o))
-                if label not in ("synchronized", "merge, one rank"):
+                if label not in ("synchronized", "merge, one rank", "one rank has not begun"):
                     errors["zero_grad"] = outcome(optimizer.zero_grad)
                     errors["load"] = outcome(lambda o=optimizer: o.load_state_dict(o.state_dict()))
                 if errors["attempt"]:
