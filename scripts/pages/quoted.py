@@ -22,6 +22,7 @@ from typing import Any
 
 import measurements
 import numpy as np
+import study_tables
 from registry import ROOT
 
 import grace
@@ -96,12 +97,6 @@ def points(a: float, b: float) -> float:
     return round((a - b) * 3.6) / 3.6
 
 
-def below(name: str, column: str, *others: str) -> float:
-    """Return how many points the worst method is below `none`, except for those named."""
-    accuracies = {r["method"]: r[column] for r in rows(name) if column in r}
-    return max(points(accuracies["none"], x) for method, x in accuracies.items() if method not in others)
-
-
 def error(method: str, setting: str, of: str = "normal") -> float:
     return row("errors", method, setting)[of]
 
@@ -145,17 +140,7 @@ def errors() -> Values:
 
 @quoted
 def accuracy() -> Values:
-    columns = ("torch_0", "torch_1", "keras_0")
-    furthest = max(below("accuracy", column) for column in columns)
-    assert furthest <= 2, "no method is more than 2 points below none"
-    yield "furthest", f"{furthest:.2f}"
-    yield "dgc_keras", f"{row('accuracy', 'dgc')['keras_0']:.2f}"
-    yield "dgc_torch", f"{row('accuracy', 'dgc')['torch_1']:.2f}"
-    yield "others", f"{max(below('accuracy', column, 'dgc') for column in columns):.2f}"
-    dense = row("accuracy", "none")["torch_0_bucket"]
-    for method in ("dgc", "scalecom"):
-        yield f"{method}_buckets", f"{points(dense, row('accuracy', method)['torch_0_bucket']):.2f}"
-    yield "others_buckets", f"{below('accuracy', 'torch_0_bucket', 'dgc', 'scalecom'):.2f}"
+    yield "tasks", f"{len(study_tables.tasks_of('SGD'))}"
     better = {r["method"]: points(r["fsdp"], r["horovod"]) for r in rows("digits_launchers") if "fsdp" in r}
     yield "fsdp_worst", f"{-min(better.values()):.2f}"
     assert max(better, key=better.get) == "scalecom"
@@ -165,11 +150,6 @@ def accuracy() -> Values:
     yield "images", f"{images:,}"
     yield "test_images", f"{TEST_IMAGES}"
     yield "one_image", f"{100 / TEST_IMAGES:.2f}"
-    compressed = 4 * sum(n for n in sizes if n >= 1024)
-    assert compressed == measurements.load("accuracy")["dense_bytes"]
-    yield "dense_bytes", f"{compressed:,}"
-    for name, version in measurements.load("accuracy")["versions"].items():
-        yield name.lower(), version
 
 
 def example(name: str) -> ModuleType:
@@ -208,17 +188,9 @@ def mls_bench() -> Values:
 
 @quoted
 def adam() -> Values:
-    worst = max(row("adamw", "none")["accuracy"] - row("adamw", m)["accuracy"] for m in ("qsgd", "eden", "powersgd"))
-    yield "worst", f"{worst:.1f}"
-    source = (ROOT / "benchmarks/adamw.py").read_text(encoding="utf-8")
-    layers = [(int(a), int(b)) for a, b in re.findall(r"Linear\((\d+), (\d+)\)", source)]
-    yield "parameters", f"{sum(a * b + b for a, b in layers):,}"
-    settings = re.search(r"RANKS, BATCH, EPOCHS, SEEDS = (\d+), (\d+), (\d+),", source)
-    assert settings is not None
-    ranks, batch, epochs = map(int, settings.groups())
-    yield "steps", f"{epochs * ((network()[1] - TEST_IMAGES) // (ranks * batch))}"
-    yield "test_images", f"{TEST_IMAGES}"
-    yield "one_image", f"{100 / TEST_IMAGES:.2f}"
+    yield "tasks", f"{len(study_tables.tasks_of('Adam'))}"
+    for name, method in (("qsgd", "qsgd"), ("topk", "topk"), ("tenth", "topk 10 %")):
+        yield name, f"{study_tables.least(method, 'Adam'):.0f}"
 
 
 @quoted
@@ -231,10 +203,7 @@ def communicators() -> Values:
 
 @quoted
 def choose() -> Values:
-    none, qsgd, tenth, hundredth = (row("adamw", name)["loss"] for name in ("none", "qsgd", "topk, 10 %", "topk"))
-    yield "qsgd", f"{qsgd / none:.2f}"
-    yield "tenth", f"{tenth / none:.1f}"
-    yield "hundredth", f"{hundredth / none:.1f}"
+    yield from adam()
     yield from list(communicators())[:2]
 
 

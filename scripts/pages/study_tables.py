@@ -1,7 +1,8 @@
 """Tables of the study: the quality of methods relative to uncompressed training, from docs/results/study.json.
 
 Only runs with today's settings count. A cell has the relative quality in percent, and in brackets the lowest and the
-highest of the seeds. It is bold if the method is behind by more than the noise, or diverges.
+highest of the seeds, each relative to the uncompressed run with the same seed. It is bold if the method is behind by
+more than the noise, or diverges.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import measurements
 from registry import ROOT, Block, kind, wrapped
 from registry import row as table_row
 
-from grace.report.methods import DENSE, methods
+from grace.core.communicators.auto import error_of_normal
+from grace.report.methods import DENSE, SIXTEEN_BIT, methods
 from grace.report.study import USUAL_RANKS
 from grace.report.table import Row, Table, tables
 from grace.report.task import MODULES, find_task
@@ -24,6 +26,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import study
 
 FILE = "study"
+TITLES = {"python": "Python", "numpy": "NumPy", "torch": "PyTorch"}
 
 
 @cache
@@ -50,14 +53,34 @@ def row_of(method: str, task: str, ranks: int = USUAL_RANKS) -> Row | None:
     return next((row for row in table.rows if row.method == method), None) if table else None
 
 
+def qualities(task: str, ranks: int) -> dict[tuple[str, int], float | None]:
+    """Return the qualities of a task by method and seed."""
+    found = ((result["cell"], result["quality"]) for result in runs())
+    return {(c["method"], c["seed"]): quality for c, quality in found if (c["task"], c["ranks"]) == (task, ranks)}
+
+
+def noise(task: str, ranks: int = USUAL_RANKS) -> float:
+    """Return how much uncompressed runs differ by their seeds, or runs with 16 bits from them, whichever is more."""
+    found = qualities(task, ranks)
+    dense = {seed: quality for (method, seed), quality in found.items() if method == DENSE and quality is not None}
+    other = [
+        abs(quality - dense[seed])
+        for (method, seed), quality in found.items()
+        if method in SIXTEEN_BIT and seed in dense and quality is not None
+    ]
+    return max(max(dense.values()) - min(dense.values()), *other, 0.0)
+
+
+def worse(quality: float, reference: float, task: str) -> float:
+    """Return by how much a quality is worse than another one."""
+    return reference - quality if find_task(task).higher_is_better else quality - reference
+
+
 def behind(row: Row, task: str, ranks: int = USUAL_RANKS) -> bool:
     """Return whether a method is behind uncompressed training by more than the noise, or diverged."""
     if row.quality is None:
         return True
-    noise = found()[task, ranks].noise
-    if noise is None or row.difference is None:
-        return False
-    return (-row.difference if find_task(task).higher_is_better else row.difference) > noise
+    return row.difference is not None and worse(row.difference, 0, task) > noise(task, ranks)
 
 
 def percent(row: Row | None, task: str, ranks: int = USUAL_RANKS, *, band: bool = True) -> str:
@@ -68,14 +91,32 @@ def percent(row: Row | None, task: str, ranks: int = USUAL_RANKS, *, band: bool 
         every = len(row.diverged) == len(row.seeds)
         return "**diverges**" if every else f"**diverges, {len(row.diverged)} of {len(row.seeds)}**"
     assert row.relative is not None
-    assert row.difference is not None
     text = f"{100 * row.relative:.1f}"
     if band:
-        reference = row.quality - row.difference
-        ends = sorted(x / reference if find_task(task).higher_is_better else reference / x for x in (row.low, row.high))
-        more = f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f}" if len(row.seeds) > 1 else "one seed"
+        ends = sorted(relatives(row, task, ranks))
+        more = f"{100 * ends[0]:.1f} to {100 * ends[-1]:.1f}" if len(ends) > 1 else "one seed"
         text += f" ({more})"
     return f"**{text}**" if behind(row, task, ranks) else text
+
+
+def relatives(row: Row, task: str, ranks: int) -> list[float]:
+    """Return the relative quality of each run of a row to the uncompressed one with its seed; of those, to their mean.
+
+    Where lower is better, it is the inverse.
+    """
+    of_seed = qualities(task, ranks)
+    power = 1 if find_task(task).higher_is_better else -1
+    reference = {seed: row.quality if row.method == DENSE else of_seed[DENSE, seed] for seed in row.seeds}
+    return [(of_seed[row.method, seed] / reference[seed]) ** power for seed in row.seeds]
+
+
+def least(method: str, optimizer: str) -> float | None:
+    """Return the lowest relative quality of a method on the tasks of an optimizer, in percent.
+
+    It is 0 if the method diverged, and None if it was not trained.
+    """
+    rows = [row for task in tasks_of(optimizer) if (row := row_of(method, task))]
+    return 100 * min(row.relative or 0.0 for row in rows) if rows else None
 
 
 def worst(method: str, places: Iterable[tuple[str, int]]) -> tuple[bool, float]:
@@ -100,8 +141,8 @@ def sent(method: str, places: Sequence[tuple[str, int]]) -> str:
 
 
 def usual(label: str) -> bool:
-    """Return whether a label is no method with switched error feedback."""
-    return label not in methods() or not methods()[label].switched
+    """Return whether a label is no method with switched error feedback, and none with options of its own."""
+    return ":" not in label and not (label in methods() and methods()[label].switched)
 
 
 @kind("study")
@@ -123,11 +164,12 @@ def overview(block: Block) -> list[str]:
 @kind("study-ranks")
 def by_ranks(block: Block) -> list[str]:
     """Return a table of some tasks over the number of ranks, of the methods that were trained on several."""
-    places = [place for place in found() if place[0] in block.arguments]
+    several = [task for task in block.arguments if sum(place[0] == task for place in found()) > 1]
+    places = [place for place in found() if place[0] in several]
     head = (f"`{task}`, {ranks} ranks" for task, ranks in places)
     lines = [table_row("method", *head), table_row("---", *["---:"] * len(places))]
     for name in labels(places, usual):
-        if sum(row_of(name, *place) is not None for place in places) > len(block.arguments):
+        if sum(row_of(name, *place) is not None for place in places) > len(several):
             lines.append(
                 table_row(f"`{name}`", *(percent(row_of(name, *place), *place, band=False) for place in places))
             )
@@ -158,11 +200,41 @@ def pairs() -> list[tuple[str, str]]:
     return [(method.switched, label) for label, method in methods().items() if method.switched]
 
 
+@kind("study-second")
+def second(block: Block) -> list[str]:
+    """Return the table of what a second compression costs, by the relative error of the methods."""
+    places = [place for place in found() if place[1] == USUAL_RANKS and place[0] in block.arguments]
+    head = [f"`{task}`: {program}" for task, _ in places for program in ("allgather", "two_shot")]
+    lines = [table_row("method", "relative error", f"`auto` on {USUAL_RANKS} ranks", *head)]
+    lines.append(table_row("---", "---:", "---", *["---:"] * len(head)))
+    made = []
+    for once, again in study.twice():
+        label = min(once, again, key=len)
+        rows = [(row_of(once, *place), row_of(again, *place)) for place in places]
+        if all(both[0] and both[1] for both in rows):
+            error = error_of_normal(study.method_of(label).made.method.compressor)
+            cells = [cell for place, both in zip(places, rows, strict=True) for cell in _twice(*both, place)]
+            made.append((error, [f"`{label}`", f"{error:.2g}", "allgather" if label == once else "two_shot", *cells]))
+    return [*lines, *(table_row(*cells) for _, cells in sorted(made, key=lambda line: line[0]))]
+
+
+def costs(once: Row, again: Row, task: str) -> bool:
+    """Return whether a method by two_shot is behind the same by allgather by more than the seeds of either differ."""
+    if once.quality is None or again.quality is None:
+        return again.quality is None
+    return worse(again.quality, once.quality, task) > max(once.high - once.low, noise(task))
+
+
+def _twice(once: Row, again: Row, place: tuple[str, int]) -> list[str]:
+    texts = [percent(row, *place, band=False).strip("*") for row in (once, again)]
+    return [texts[0], f"**{texts[1]}**" if costs(once, again, place[0]) else texts[1]]
+
+
 def origin(block: Block) -> list[str]:
     """Return the lines that say where the results come from."""
     shown = [result for result in runs() if result["cell"]["ranks"] == USUAL_RANKS]
     machines = sorted({result["machine"] for result in shown})
-    versions = sorted({f"{name} {version}" for result in shown for name, version in result["versions"].items()})
+    versions = sorted({f"{TITLES[k]} {v}" for result in shown for k, v in result["versions"].items() if k in TITLES})
     days = sorted({result["date"][:10] for result in shown})
     seeds = sorted({result["cell"]["seed"] for result in shown})
     return wrapped(

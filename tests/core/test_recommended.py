@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import importlib
+import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -20,35 +20,46 @@ from grace.core.config.recommended import (
 from grace.core.errors import GraceWarning
 from grace.core.wire.layout import payload_bytes
 from grace.listing import EXAMPLE, sent_fields
+from tests.support.launch import ROOT
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "adamw.json"
 PLAIN_SGD = Optimizer("SGD", 0.0, False)
 ADAMW = Optimizer("AdamW", 0.9, True)
 
 
+# In percent of the quality of uncompressed training: what trains badly under Adam is below the second number in some
+# task, and what trains well is nowhere below the first. Between them, seeds decide.
+WELL, BADLY = 80, 90
+
+
 @pytest.fixture(scope="module")
-def losses():
-    """The training losses with AdamW, relative to that of `none`."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    dense = next(row["loss"] for row in rows if row["method"] == "none")
-    return {row["method"]: row["loss"] / dense for row in rows}
+def least():
+    """A function: the lowest relative quality of a method on the tasks of the study with Adam, None if it has none."""
+    pytest.importorskip("torch", reason="the tasks are PyTorch's")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT / "scripts" / "pages"), *sys.path])
+        tables = importlib.import_module("study_tables")
+    return lambda method: tables.least(method, "Adam")
 
 
-def test_the_poor_methods_are_those_that_were_measured_to_be_poor(losses):
+def test_the_poor_methods_are_those_that_were_measured_to_be_poor(least):
     for name in grace.compressors:
-        adam = grace.compressors.about(name).adam
-        assert (None if adam is None else adam is not True) == (losses[name] > 2 if name in losses else None), name
-        if adam and adam is not True:
-            assert losses[f"{name}, {100 * adam:g} %"] < 1.5
+        adam, found = grace.compressors.about(name).adam, least(name)
+        assert (adam is None) == (found is None), name
+        if adam is True:
+            assert found >= WELL, name
+        elif adam is not None:
+            assert found <= BADLY, name
+        if isinstance(adam, float):
+            assert least(f"{name} {100 * adam:g} %") >= BADLY
 
 
-def test_what_grace_recommends_can_be_used_and_is_not_warned_of(losses):
+def test_what_grace_recommends_can_be_used_and_is_not_warned_of(least):
     for start in STARTS:
         config = make_config(start.config)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             if start.optimizer == ADAM:
-                assert losses[start.config["compressor"]] < 1.5
+                assert least(start.config["compressor"]) >= WELL
                 warn_of_pairs(config, ADAMW)
             warn_of_pairs(config, PLAIN_SGD)
         # The bytes that a row promises, by the size of the payload.

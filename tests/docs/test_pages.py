@@ -233,15 +233,15 @@ def test_numbers_are_written_into_sentences(pages):
 
 
 def test_a_table_of_measurements_has_the_chosen_columns(pages):
-    first, last = "measurements adamw method loss", "measurements adamw method accuracy"
+    first, last = "measurements digits_launchers method ddp", "measurements digits_launchers method fsdp"
     text = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in (first, last))
     new = pages.written(ROOT / "docs" / "guide.md", text)
-    assert "| method | training loss |" in new
-    assert "| method | accuracy, % |" in new
-    assert new.count("[adamw.json](results/adamw.json)") == 1
-    assert new.index("accuracy, %") < new.index("adamw.json")
-    with pytest.raises(SystemExit, match=r"adamw.json has no column 'lost'; expected some of method, "):
-        pages.written(ROOT / "docs" / "guide.md", text.replace("method loss", "method lost"))
+    assert "| method | DDP |" in new
+    assert "| method | FSDP2 |" in new
+    assert new.count("[digits_launchers.json](results/digits_launchers.json)") == 1
+    assert new.index("FSDP2 |") < new.index("digits_launchers.json]")
+    with pytest.raises(SystemExit, match=r"digits_launchers.json has no column 'lost'; expected some of method, "):
+        pages.written(ROOT / "docs" / "guide.md", text.replace("method ddp", "method lost"))
 
 
 def test_the_command_checks_and_writes(tmp_path):
@@ -250,18 +250,18 @@ def test_the_command_checks_and_writes(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("grace", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
-    page = tmp_path / "docs" / "adam.md"
-    page.write_text("# A\n\n<!-- begin measurements adamw -->\n<!-- end measurements adamw -->\n", encoding="utf-8")
+    page = tmp_path / "docs" / "accuracy.md"
+    page.write_text("# A\n\n<!-- begin measurements layers -->\n<!-- end measurements layers -->\n", encoding="utf-8")
     (tmp_path / "docs/figures/timeline.svg").write_text("old", encoding="utf-8")
 
     def call(*words):
         command = [sys.executable, "scripts/pages", *words]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
-    chosen = ("docs/adam.md", "docs/figures/timeline.svg")
+    chosen = ("docs/accuracy.md", "docs/figures/timeline.svg")
     checked = call("--check", *chosen)
     assert checked.returncode == 1
-    assert "docs/adam.md is out of date; run: python scripts/pages" in checked.stderr
+    assert "docs/accuracy.md is out of date; run: python scripts/pages" in checked.stderr
     assert "docs/figures/timeline.svg is out of date" in checked.stderr
     assert call(*chosen).stdout.split() == ["wrote", chosen[0], "wrote", chosen[1]]
     assert "| `qsgd` |" in page.read_text(encoding="utf-8")

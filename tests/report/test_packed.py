@@ -48,7 +48,7 @@ def test_a_file_has_all_of_a_result_but_late_digits_and_folders(study, trained, 
         assert new.keys() == old.keys()
         assert new["command"] == "grace report --tasks mf"
         assert {**new, "command": 0} == {**study._rounded(old), "command": 0}
-        assert new["loss"] == pytest.approx(old["loss"], rel=1e-5)
+        assert new["loss"] == pytest.approx(old["loss"], rel=1e-4)
         assert study.is_current(new)
 
 
@@ -56,7 +56,7 @@ def test_grace_report_takes_up_what_a_file_has(study, trained, file, tmp_path):
     study.unpack(file, tmp_path / "folder")
     for found in trained:
         cell = Cell("mf", methods()[found["cell"]["method"]], 2, found["cell"]["seed"], 150)
-        assert read(cell, tmp_path / "folder" / "cells")["loss"] == pytest.approx(found["loss"], rel=1e-5)
+        assert read(cell, tmp_path / "folder" / "cells")["loss"] == pytest.approx(found["loss"], rel=1e-4)
     again = tmp_path / "again.json"
     study.pack(tmp_path / "folder", again)
     assert again.read_text(encoding="utf-8") == file.read_text(encoding="utf-8")
@@ -106,7 +106,12 @@ def test_errors_and_unknown_methods_are_not_kept(study, trained, tmp_path):
 def test_the_study_has_every_method_on_four_ranks(study):
     usual = [part for part in study.parts() if part[part.index("--ranks") + 1] == "4"]
     names = [part[part.index("--methods") + 1 :] if "--methods" in part else tuple(methods()) for part in usual]
-    assert {*itertools.chain(*names)} == {*methods(), *(name for name, _ in compressors.ready())}
+    labels = {*itertools.chain(*names)}
+    assert labels >= {*methods(), *(name for name, _ in compressors.ready())}
+    for once, again in study.twice():
+        assert {once, again} <= labels
+        ways = {study.setting_of("mf", label, 4)["communicator"]: label for label in (once, again)}
+        assert ways == {"allgather": once, "two_shot": again}
 
 
 @pytest.mark.processes

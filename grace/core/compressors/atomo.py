@@ -23,7 +23,7 @@ _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
     "atomo",
     About(
         family="low_rank",
-        adam=True,
+        adam=False,
         tests=[{"compress_rank": 9.5}, {"mode": "entry"}, {"mode": "entry", "compress_ratio": 1.0}],
         digits=Setting(options={"compress_rank": 3}),
     ),

@@ -17,7 +17,7 @@ from grace.core.spec import Array, Field, Payload, State, TensorSpec
     "threshold",
     About(
         family="sparsification",
-        adam=True,
+        adam=False,
         tests=[{"threshold": 0.0}, {"threshold": 0.5, "capacity": 0.1}, {"threshold": 1e9}],
         digits=Setting(options={"threshold": 0.01}),
     ),

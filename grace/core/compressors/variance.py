@@ -25,7 +25,7 @@ MANTISSA = {"float32": 23, "float64": 52}
 BIAS = {"float32": 127, "float64": 1023}
 
 
-@compressors.register("variance", About(family="hybrid", adam=True, digits=Setting(options={"alpha": 1.5})))
+@compressors.register("variance", About(family="hybrid", adam=False, digits=Setting(options={"alpha": 1.5})))
 @dataclass(frozen=True)
 class Variance(Compressor, Selecting):
     r"""Variance-based sparsifier: elements clearly above their noise, rounded to powers of two, 32 bits each.

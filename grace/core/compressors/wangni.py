@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "wangni",
     About(
         family="sparsification",
-        adam=False,
+        adam=True,
         tests=[{"compress_ratio": 0.3}, {"variance_budget": 1.0}],
         digits=Setting(options={"compress_ratio": 0.1}),
     ),

@@ -25,7 +25,7 @@ _LEAST_BITS, _MOST_BITS = 2, 8
     "qcs",
     About(
         family="quantization",
-        adam=False,
+        adam=True,
         tests=[{"compress_ratio": 0.3, "bits": 2, "block_size": 128, "unbiased": True}],
         errors=[{}, {"bits": 2}, {"compress_ratio": 1.0}, {"unbiased": True}],
     ),

@@ -21,7 +21,7 @@ _HALVINGS, _STEP = 10, 0.2
     "redsync",
     About(
         family="sparsification",
-        adam=False,
+        adam=True,
         tests=[{"compress_ratio": 0.1, "search": "trimmed"}],
         digits=Setting(options={"compress_ratio": 0.01}),
     ),

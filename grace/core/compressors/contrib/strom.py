@@ -17,7 +17,7 @@ from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register(
-    "strom", About(family="hybrid", adam=True, tests=[{"threshold": 0.5}], digits=Setting(options={"threshold": 0.02}))
+    "strom", About(family="hybrid", adam=False, tests=[{"threshold": 0.5}], digits=Setting(options={"threshold": 0.02}))
 )
 @dataclass(frozen=True)
 class Strom(Compressor, Selecting):

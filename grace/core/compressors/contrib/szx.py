@@ -30,6 +30,7 @@ _TINY = 2.0**-60
     "szx",
     About(
         family="quantization",
+        adam=True,
         tests=[
             {"error_bound": 0.3, "block_size": 8},
             {"error_bound": 2**-12, "block_size": 32},

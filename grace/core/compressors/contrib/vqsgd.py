@@ -33,7 +33,7 @@ _REST = 1
     "vqsgd",
     About(
         family="quantization",
-        adam=True,
+        adam=False,
         tests=[{"bucket_size": 8, "samples": 3, "norm": "l2"}],
         errors=[{}, {"norm": "l2"}, {"bucket_size": 512}],
     ),
