@@ -22,7 +22,7 @@ TABLE_1 = (
     "randomk", "topk", "threshold", "dgc", "adaptive", "sketchml", "powersgd",
 )  # fmt: skip
 # Beside them: the other compressors of 4 and 8 bits, and the threshold of a run instead of a step.
-OTHERS = ("blockwise", "uniform", "hardthreshold")
+OTHERS = ("eden", "blockwise", "uniform", "hardthreshold")
 # Settings that decide a default: how much of a gradient to keep, a second compression, which `auto` avoids for topk,
 # and the form of feedback.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {

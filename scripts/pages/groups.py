@@ -23,10 +23,6 @@ def adam_verdicts(block: Block) -> list[str]:
     methods: dict[str, list[str]] = {"well": [], "badly": [], "not known": []}
     for name, _ in compressors.ready():
         adam = compressors.about(name).adam
-        if isinstance(adam, float):
-            methods["well"].append(f"`{name}` with at least {100 * adam:g} %")
-            methods["badly"].append(f"`{name}` with less")
-        else:
-            methods["not known" if adam is None else "well" if adam else "badly"].append(f"`{name}`")
+        methods["not known" if adam is None else "well" if adam else "badly"].append(f"`{name}`")
     lines = [row("with Adam", "methods"), row("---", "---")]
     return lines + [row(title, ", ".join(names)) for title, names in methods.items() if names]

@@ -158,8 +158,7 @@ def optimizers(name: str) -> dict[str, str]:
     """Return which optimizers a method is for, and where it is the place to start."""
     said = optimizers_for(name)
     if said == SGD:
-        least = compressors.about(name).adam
-        said += f"; trains badly with {ADAM}" + (f" below `compress_ratio = {least:g}`" if least else "")
+        said += f"; trains badly with {ADAM}"
     where = [f"{start.optimizer} (network: {start.network})" for start in starts(name)]
     return {"optimizer": said} | ({"start with it": "; ".join(where)} if where else {})
 

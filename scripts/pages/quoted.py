@@ -189,7 +189,7 @@ def mls_bench() -> Values:
 @quoted
 def adam() -> Values:
     yield "tasks", f"{len(study_tables.tasks_of('Adam'))}"
-    for name, method in (("qsgd", "qsgd"), ("topk", "topk"), ("tenth", "topk 10 %")):
+    for name, method in [*((n, n) for n in ("qsgd", "blockwise", "terngrad", "topk")), ("tenth", "topk 10 %")]:
         yield name, f"{study_tables.least(method, 'Adam'):.0f}"
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "powersgd",
     About(
         family="low_rank",
-        adam=True,
+        adam=False,
         tests=[{"compress_rank": 1}, {"compress_rank": 9}],
         errors=[{"compress_rank": rank} for rank in (4, 32)],
         digits=Setting(options={"compress_rank": 2}),

@@ -45,8 +45,8 @@ class About:
 
     #: The family of a built-in compressor, by the name of its page.
     family: str = ""
-    #: Whether it trains well under Adam, or the `compress_ratio` from which it does; None if that was not measured.
-    adam: bool | float | None = None
+    #: Whether it trains well under Adam; None if that was not measured.
+    adam: bool | None = None
     #: Configurations that the contracts and the golden bytes cover, beside the defaults.
     tests: Sequence[Mapping[str, Any]] = ()
     #: Configurations in the table of errors.

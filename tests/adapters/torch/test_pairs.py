@@ -28,5 +28,4 @@ def test_a_poor_pair_is_told_once_by_the_first_rank(launch):
         assert told.startswith("AdamW trains badly with gradients from EFSignSGD"), way
         (told,) = topk
         assert told.startswith("AdamW trains badly with gradients from TopK(compress_ratio=0.01)"), way
-        assert "or raise compress_ratio to 0.1" in told, way
     assert not any(told for other in others for rounds in other.values() for told in rounds)

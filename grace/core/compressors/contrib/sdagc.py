@@ -12,7 +12,7 @@ from grace.core.spec import Array
 
 
 @compressors.register(
-    "sdagc", About(family="sparsification", adam=True, tests=[{"alpha": 0.5}], digits=Setting(options={"alpha": 2.5}))
+    "sdagc", About(family="sparsification", adam=False, tests=[{"alpha": 0.5}], digits=Setting(options={"alpha": 2.5}))
 )
 @dataclass(frozen=True)
 class SDAGC(EstimatedThreshold):
