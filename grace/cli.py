@@ -124,7 +124,7 @@ def _compressors(args: argparse.Namespace) -> int:
     if args.names and args.family:
         raise ConfigError("--family lists a family, and names describe methods; leave one of them out.")
     if args.names:
-        print("\n\n".join(map(listing.described, dict.fromkeys(args.names))))
+        print("\n\n".join(map(listing.describe, dict.fromkeys(args.names))))
     elif args.family:
         print(listing.one_family(args.family))
     else:

@@ -28,8 +28,8 @@ TELL = f"import json\ndef tell(**facts): print({MARK!r} + json.dumps(facts), flu
 # A fault of the kernels is none of Horovod.
 KERNELS = """
 try:
-    from grace.backends.native_tensorflow import described
-    tell(kernels=described())
+    from grace.backends.native_tensorflow import describe
+    tell(kernels=describe())
 except Exception:
     import traceback
     traceback.print_exc()

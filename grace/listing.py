@@ -200,7 +200,7 @@ def _outside() -> list[str]:
     return [name for name in compressors if _family_of(name) is None]
 
 
-def described(name: str) -> str:
+def describe(name: str) -> str:
     """Return the description of all components of a name: what they are, flags and options.
 
     Raises ConfigError if there is none.

@@ -337,7 +337,7 @@ def test_this_environment_is_complete(capsys):
     assert "Gloo" in found["horovod.torch"]
     assert "Gloo" in found["horovod.tensorflow"]
     assert found["kernels"] == native.describe()
-    assert found["kernels.tensorflow"] == native_tensorflow.described()
+    assert found["kernels.tensorflow"] == native_tensorflow.describe()
     assert found["2-rank"] == "allreduce    not checked (--no-launch)"
 
 
@@ -389,7 +389,7 @@ def test_doctor_says_which_kernels_for_tensorflow_are_in_use(monkeypatch):
     ]:
         monkeypatch.setattr(native, "module", module)
         monkeypatch.setattr(native_tensorflow, "fault", lambda fault=fault: fault)
-        assert native_tensorflow.described().startswith(said)
+        assert native_tensorflow.describe().startswith(said)
 
 
 @pytest.mark.distributed

@@ -68,7 +68,7 @@ def fault() -> str | None:
     return reason
 
 
-def described() -> str:
+def describe() -> str:
     """Return the text of `grace doctor` on the kernels for TensorFlow: which are in use, or why none are.
 
     Raises ConfigError for an invalid environment variable.

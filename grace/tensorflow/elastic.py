@@ -119,7 +119,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
         """Compare an exchange with that of the other ranks; return whether this one keeps what it holds back."""
         exchange, membership = self._exchanges[number]
         return membership.agree(
-            exchange.described,
+            exchange.description,
             lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"),
             _WHERE,
             exchange.rank,

@@ -276,7 +276,7 @@ class Exchange(core.Exchange, tf.Module):
         """The variables that differ between ranks. A broadcast must not change them."""
         return [self.run.origin, *self.run.of_this_rank]
 
-    def describe(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
         return {"configuration": self.config.to_dict(), **self.arguments}
 
@@ -286,10 +286,10 @@ class Exchange(core.Exchange, tf.Module):
         names = ("op", "gradient_predivide_factor", "sparse_as_dense")
         return {name: getattr(self, name) for name in names}
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """Return what must be equal on all ranks before they synchronize their states."""
         return {
-            **self.describe(),
+            **self.settings(),
             "history": [config.to_dict() for config in self.history],
             **describe(self.config, self._specs, self.run.plans, tensorflow_ops),
         }
@@ -362,7 +362,7 @@ class Exchange(core.Exchange, tf.Module):
             if self.ranks != run.ranks:
                 self._check_ranks(run)
             handshake.local = {
-                **self.described(),
+                **self.description(),
                 "iterations": self._iterations(),
                 "methods": [
                     {item.spec.name: compressors.name_of(item.compressor) for item in plan.assignments}

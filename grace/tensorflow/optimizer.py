@@ -111,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         exchange.optimizers = [
             # What local steps exchange is no gradient.
             used if local_steps == 1 else used._replace(adaptive=False)
-            for used in _described(innermost(optimizer))
+            for used in _describe(innermost(optimizer))
         ]
         if rank == 0:
             for used in exchange.optimizers:
@@ -122,7 +122,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         if local_steps != 1:
             _check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
         handshake.local = {
-            **exchange.describe(),
+            **exchange.settings(),
             "backward_passes_per_step": backward_passes_per_step,
             "average_aggregated_gradients": average_aggregated_gradients,
             "local_steps": local_steps,
@@ -198,10 +198,10 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def _described(optimizer: Any) -> list[Optimizer]:
+def _describe(optimizer: Any) -> list[Optimizer]:
     """Describe an optimizer, or those that it consists of; the momentum of Adam and its kind is beta_1."""
     if isinstance(optimizer, MULTI_OPTIMIZER):
-        return [described for each in optimizer.optimizers for described in _described(each)]
+        return [found for each in optimizer.optimizers for found in _describe(each)]
     momentum = getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0)
     return [Optimizer.of(type(optimizer), float(momentum))]
 

@@ -127,7 +127,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
 
 def _found(exchange: Exchange, variables: Sequence[Any]) -> Exchange:
     """Return the exchange of an earlier tape with the same configuration and variables, or else this one."""
-    key = (repr(exchange.describe()), exchange.process_set.process_set_id, *(id(v) for v in variables))
+    key = (repr(exchange.settings()), exchange.process_set.process_set_id, *(id(v) for v in variables))
     # A new variable may have the id of a deleted one.
     if key not in _exchanges or not _exchanges[key].serves(variables):
         _exchanges[key] = exchange

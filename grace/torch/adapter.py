@@ -137,7 +137,7 @@ class GradientAdapter(OptimizerAdapter):
                 lambda which: getattr(which, "grace", None) is self.exchange,
                 synchronize=self.synchronize,
                 exchanged=lambda _: self.skip_synchronize(),
-                done=self.rollback.let_go,
+                done=self.rollback.release,
             )
 
     # --- during the backward pass -----------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class GradientAdapter(OptimizerAdapter):
             self.synchronize()
         optimizer._synchronized = False
         result = self.plain.step()
-        self.rollback.let_go()
+        self.rollback.release()
         if self.loss_scale is not None:
             self.loss_scale.applied(optimizer)
         # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
@@ -262,7 +262,7 @@ class GradientAdapter(OptimizerAdapter):
         if self.rollback.before is not None and self.exchange.config.rollback:
             # The gradients were exchanged by synchronize(), and no step() has applied them.
             self.run.put_back(self.rollback.before)
-        self.rollback.let_go()
+        self.rollback.release()
         self.plain.zero_grad(set_to_none=set_to_none)
         if self.views is not None:
             self.views.clear()

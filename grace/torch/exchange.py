@@ -167,7 +167,7 @@ class Exchange(core.Exchange):
 
     def _forget_earlier(self) -> None:
         """Forget the states before earlier steps, because others were loaded."""
-        self.rollback.let_go()
+        self.rollback.release()
         if self.loss_scale is not None:
             self.loss_scale.loaded()
         if self.applied is not None:

@@ -66,7 +66,7 @@ class LocalAdapter(OptimizerAdapter):
                 if p.requires_grad:
                     p.copy_(self.exchanged[p] - moved[name])
         self.exchanging = False
-        self.rollback.let_go()
+        self.rollback.release()
 
     def forget(self) -> None:
         """Return to the weights after the last exchange."""

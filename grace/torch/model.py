@@ -10,7 +10,7 @@ import torch
 
 from grace.core.config.recommended import warn_of_pairs
 from grace.torch.exchange import Exchange
-from grace.torch.steps import described, watch
+from grace.torch.steps import describe, watch
 
 WHERE = "grace.torch.register"
 # The exchanges of registered models, not their parameters: PyTorch moves and converts no sharded parameter to which
@@ -37,7 +37,7 @@ class ModelExchange(Exchange):
         self._seen.add(optimizer)
         ours = set(self.exchanged())
         if any(p in ours for group in optimizer.param_groups for p in group["params"]):
-            self.optimizers.append(described(optimizer))
+            self.optimizers.append(describe(optimizer))
             if self._speaks:
                 warn_of_pairs(self.config, self.optimizers[-1])
 

@@ -24,7 +24,7 @@ from grace.torch.library import Library
 from grace.torch.local import LocalAdapter
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
-from grace.torch.steps import described
+from grace.torch.steps import describe
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
@@ -98,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         scaler = enabled(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
         made = session.config
         # What local steps exchange is no gradient.
-        used = described(optimizer) if local_steps == 1 else described(optimizer)._replace(adaptive=False)
+        used = describe(optimizer) if local_steps == 1 else describe(optimizer)._replace(adaptive=False)
         if library.transport.rank == 0:
             warn_of_pairs(made, used)
         settings: dict[str, Any] = {

@@ -35,7 +35,7 @@ def _stepped(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> 
         watcher.stepped(optimizer)
 
 
-def described(optimizer: torch.optim.Optimizer) -> Optimizer:
+def describe(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Describe an optimizer by the largest momentum of its parameter groups; Adam's first beta is momentum, too."""
     momenta = [group.get("momentum") or next(iter(group.get("betas") or ()), 0.0) for group in optimizer.param_groups]
     return Optimizer.of(type(optimizer), float(max(momenta, default=0.0)))

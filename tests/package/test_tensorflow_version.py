@@ -68,7 +68,7 @@ def test_another_version_is_reported_once_and_the_reference_code_is_used(library
         f"the kernels for TensorFlow are not used: they were {reason}. To build the kernels, {REBUILD}"
     ]
     # The line that `grace doctor` prints.
-    assert native_tensorflow.described() == f"{reason}: the reference implementation is used. {native.REBUILD}"
+    assert native_tensorflow.describe() == f"{reason}: the reference implementation is used. {native.REBUILD}"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_library_that_does_not_load_is_reported(library, caplog, old, new, sai
     reason = f"built for TensorFlow {tf.__version__} and cannot be loaded"
     assert message.startswith(f"the kernels for TensorFlow are not used: they were {reason}. To build the kernels, ")
     assert said in message.partition(" TensorFlow says: ")[2]
-    assert native_tensorflow.described().startswith(f"{reason}: the reference implementation is used")
+    assert native_tensorflow.describe().startswith(f"{reason}: the reference implementation is used")
 
 
 def test_a_file_without_a_record_that_does_not_load_is_reported(library, caplog):

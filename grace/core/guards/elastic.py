@@ -55,15 +55,15 @@ class Membership:
         )
 
     def agree(
-        self, described: Callable[[], Mapping[str, Any]], gather: Callable[[Any], list[Any]], where: str, rank: int
+        self, description: Callable[[], Mapping[str, Any]], gather: Callable[[Any], list[Any]], where: str, rank: int
     ) -> bool:
-        """Compare what `described` returns with the other ranks; return whether this one keeps what it holds back.
+        """Compare what `description` returns with the other ranks; return whether this one keeps what it holds back.
 
         A new rank among others does not. At the start of a run all are new, and what one has loaded is its own. Raises
         the errors of `agree`.
         """
         with Handshake(gather, where) as handshake:
-            handshake.local = {**described(), "of this rank": self._before}
+            handshake.local = {**description(), "of this rank": self._before}
         known = [theirs["of this rank"] for theirs in handshake.everyone]
         keeps = self._before is not None or not any(known)
         stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)

@@ -122,7 +122,7 @@ class Exchange(ABC):
         """True on the rank that tells the user about the exchange."""
         return self.rank == 0
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
         return describe(self.config, self._specs, [self.plan], self._ops)
 

@@ -30,8 +30,8 @@ class Rollback:
         """Keep the states as they are now: a step begins."""
         self.before = self._run.savepoint
 
-    def let_go(self) -> None:
-        """Let go of the states before the step: it was applied, or its gradients were dropped after the exchange."""
+    def release(self) -> None:
+        """Release the states before the step: it was applied, or its gradients were dropped after the exchange."""
         self.before = None
 
     def attempt(self) -> AbstractContextManager[None]:

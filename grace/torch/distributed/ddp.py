@@ -299,7 +299,7 @@ class GradientHook:
         # It counts the step, also if DDP reduced all tensors.
         self._run.finish(unused=unused)
         self._applied.exchanged(p for p in self._passed if self._names[p] not in unused)
-        self._rollback.let_go()
+        self._rollback.release()
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.finish()
 

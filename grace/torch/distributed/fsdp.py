@@ -164,7 +164,7 @@ class ShardedExchange(ModelExchange):
 
     def _end(self) -> None:
         self._begun = False
-        self.rollback.let_go()
+        self.rollback.release()
         if self.loss_scale is not None:
             self.loss_scale.finish()
 

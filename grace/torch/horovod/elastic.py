@@ -79,7 +79,7 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         exchange = self._exchange
         run, transport = exchange.run, exchange.transport
         keeps = self._membership.agree(
-            exchange.described,
+            exchange.description,
             lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"),
             _WHERE,
             transport.rank,
