@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from grace.core.plan.unit import Assignment
 from grace.core.state.run import Run
 from grace.core.transport.transport import HandshakeTransport
+
+
+class Settings(NamedTuple):
+    """The arguments of a wrapped optimizer that its library honours; see `grace.torch.DistributedOptimizer`."""
+
+    op: Any
+    backward_passes_per_step: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
 
 
 class Delegated(Protocol):
@@ -59,11 +68,7 @@ class Library(ABC):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-        *,
-        backward_passes_per_step: int,
-        op: Any,
-        gradient_predivide_factor: float,
-        sparse_as_dense: bool,
+        settings: Settings,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
         """Return the optimizer to which the adapter attaches, and the names of its parameters, before the handshake.
 

@@ -20,7 +20,7 @@ from grace.core.session.local_steps import check_local_steps
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.library import Library
+from grace.torch.library import Library, Settings
 from grace.torch.local import LocalAdapter
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
@@ -101,11 +101,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         used = describe(optimizer) if local_steps == 1 else describe(optimizer)._replace(adaptive=False)
         if library.transport.rank == 0:
             warn_of_pairs(made, used)
-        settings: dict[str, Any] = {
-            "backward_passes_per_step": backward_passes_per_step,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        settings = Settings(op, backward_passes_per_step, gradient_predivide_factor, sparse_as_dense)
         if local_steps != 1:
             check_local_steps(
                 made,
@@ -127,13 +123,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 )
             wrapped, names = optimizer, names_of(optimizer, named_parameters)
         else:
-            wrapped, names = library.wrap(optimizer, named_parameters, op=op, **settings)
+            wrapped, names = library.wrap(optimizer, named_parameters, settings)
         trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
         session.local = {
             "optimizer number": session.number,
             "local_steps": local_steps,
+            **settings._asdict(),
             "op": "average" if average else "sum",
-            **settings,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "grad_scaler": scaler is not None,
         }

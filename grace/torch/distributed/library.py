@@ -14,7 +14,7 @@ from grace.core.state.run import Run
 from grace.torch.distributed.delegated import Delegated
 from grace.torch.distributed.hooks import hook
 from grace.torch.distributed.transport import ProcessGroupTransport
-from grace.torch.library import Library
+from grace.torch.library import Library, Settings
 from grace.torch.tensors import names_of
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -37,7 +37,6 @@ class TorchDistributed(Library):
         self.transport = ProcessGroupTransport(process_group, timeout=timeout)
         self.group, self.world = self.transport.group, (dist.get_rank(), dist.get_world_size())
         self._process_group = process_group
-        self._options: dict[str, Any] = {}
 
     def averages(self, op: Any) -> bool:
         return is_mean(op, dist.ReduceOp.AVG, dist.ReduceOp.SUM, "torch.distributed.ReduceOp.AVG or SUM", _WHERE)
@@ -46,28 +45,19 @@ class TorchDistributed(Library):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-        *,
-        backward_passes_per_step: int,
-        op: Any,
-        gradient_predivide_factor: float,
-        sparse_as_dense: bool,
+        settings: Settings,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
-        if backward_passes_per_step < 1:
-            raise ConfigError(
-                f"{_WHERE}: backward_passes_per_step must be at least 1, received {backward_passes_per_step!r}."
-            )
-        average = self.averages(op)
-        check_predivide(gradient_predivide_factor, average, "a mean", op, _WHERE)
-        self._passes = backward_passes_per_step
-        self._options = {
-            "average": average,
-            "predivide": gradient_predivide_factor,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        passes = settings.backward_passes_per_step
+        if passes < 1:
+            raise ConfigError(f"{_WHERE}: backward_passes_per_step must be at least 1, received {passes!r}.")
+        average = self.averages(settings.op)
+        check_predivide(settings.gradient_predivide_factor, average, "a mean", settings.op, _WHERE)
+        self._settings = settings
         return optimizer, names_of(optimizer, named_parameters)
 
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
-        hook(wrapped, names, self._passes)
+        settings = self._settings
+        hook(wrapped, names, settings.backward_passes_per_step)
 
         def connect(what: str) -> ProcessGroupTransport:
             return ProcessGroupTransport(
@@ -78,7 +68,14 @@ class TorchDistributed(Library):
                 what=what,
             )
 
-        return Delegated(connect, run, names, **self._options)
+        return Delegated(
+            connect,
+            run,
+            names,
+            average=self.averages(settings.op),
+            predivide=settings.gradient_predivide_factor,
+            sparse_as_dense=settings.sparse_as_dense,
+        )
 
     def drop(self, name: str, step: int) -> list[int]:
         self.transport.discard()

@@ -21,7 +21,7 @@ from grace.core.spec import COMPLEX_DTYPES
 from grace.core.state.run import Run
 from grace.torch.horovod.delegated import Delegated
 from grace.torch.horovod.transport import HorovodTransport
-from grace.torch.library import Library
+from grace.torch.library import Library, Settings
 
 _WHERE = "grace.torch.DistributedOptimizer"
 
@@ -56,22 +56,13 @@ class Horovod(Library):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-        *,
-        backward_passes_per_step: int,
-        op: Any,
-        gradient_predivide_factor: float,
-        sparse_as_dense: bool,
+        settings: Settings,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
         if self.elastic and self._process_set is not hvd.global_process_set:
             raise refusal_of_process_sets(_WHERE)
+        arguments = settings._replace(op=hvd.Average if settings.op is None else settings.op)._asdict()
         wrapped = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=named_parameters,
-            backward_passes_per_step=backward_passes_per_step,
-            op=hvd.Average if op is None else op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            sparse_as_dense=sparse_as_dense,
-            process_set=self._process_set,
+            optimizer, named_parameters=named_parameters, process_set=self._process_set, **arguments
         )
         return wrapped, wrapped._parameter_names
 
