@@ -10,7 +10,6 @@ any time: it writes what it has. With --pack, it trains nothing, and adds to the
 
 import argparse
 import hashlib
-import itertools
 import json
 import shlex
 import subprocess
@@ -29,17 +28,6 @@ from grace.report.task import MODULES, find_task
 
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
-# More and fewer bits or elements than by default, for what a second compression costs.
-SETTINGS = {
-    "topk": [f"compress_ratio={ratio}" for ratio in (0.02, 0.1, 0.5)],
-    "qsgd": [f"quantum_num={levels}" for levels in (1, 3, 7, 15)],
-    "eden": [f"bits={bits}" for bits in (1, 2, 3)],
-    "blockwise": ["format=int8"],
-    "mucsc": ["bits=2"],
-}
-# Means that are hardly compressed, for two methods that lose much.
-FINER = 'communicator={"name":"two_shot","second":"qsgd"}'
-WITH_FINER = ("topk", "efsignsgd")
 # Significant digits of results: what a table shows has fewer.
 DIGITS = 5
 
@@ -48,29 +36,11 @@ def parts():
     """Return the parts of the study as arguments of `grace report`, the most important one first."""
     plain = [label for label, method in methods().items() if not (method.switched or method.equal)]
     others = [name for name, _ in compressors.ready() if name not in methods()]
-    second = [*itertools.chain(*twice()), *(f"{name}:{FINER}" for name in WITH_FINER)]
     return (
         ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *others),
-        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *second),
         ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *plain),
     )
-
-
-def twice():
-    """Return pairs of labels: a method by allgather, and by two_shot, which compresses twice.
-
-    Both can carry the method, and nothing but the second compression speaks against two_shot. The label of what `auto`
-    takes names no communicator.
-    """
-    found = []
-    for name, compressor in compressors.ready():
-        for label in [name, *(f"{name}:{setting}" for setting in SETTINGS.get(name, ()))]:
-            by = {program: f"{label}:communicator={program}" for program in ("allgather", "two_shot")}
-            if method_of(by["two_shot"]) and compressor.averages and not compressor.absolute:
-                by[setting_of("mf", label, 4)["communicator"]] = label
-                found.append((by["allgather"], by["two_shot"]))
-    return found
 
 
 def method_of(label):

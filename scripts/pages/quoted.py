@@ -199,6 +199,9 @@ def communicators() -> Values:
     yield "one_bit", f"{dense - signs['two_shot']:.1f}"
     yield "four_bits", f"{dense - signs['finer']:.1f}"
     yield "counted_from", f"{sparse_allreduce._COUNTED_FROM:,}"
+    for task in ("mf", "transformer"):
+        for name, label in (("with", "terngrad, feedback"), ("without", "terngrad")):
+            yield f"{task}_{name}", f"{100 * study_tables.row_of(label, task).relative:.0f}"
 
 
 @quoted

@@ -16,7 +16,6 @@ import measurements
 from registry import ROOT, Block, kind, wrapped
 from registry import row as table_row
 
-from grace.core.communicators.auto import error_of_normal
 from grace.report.methods import DENSE, SIXTEEN_BIT, methods
 from grace.report.study import USUAL_RANKS
 from grace.report.table import Row, Table, tables
@@ -198,36 +197,6 @@ def feedback(block: Block) -> list[str]:
 def pairs() -> list[tuple[str, str]]:
     """Return the labels of methods, and of the same with error feedback switched."""
     return [(method.switched, label) for label, method in methods().items() if method.switched]
-
-
-@kind("study-second")
-def second(block: Block) -> list[str]:
-    """Return the table of what a second compression costs, by the relative error of the methods."""
-    places = [place for place in found() if place[1] == USUAL_RANKS and place[0] in block.arguments]
-    head = [f"`{task}`: {program}" for task, _ in places for program in ("allgather", "two_shot")]
-    lines = [table_row("method", "relative error", f"`auto` on {USUAL_RANKS} ranks", *head)]
-    lines.append(table_row("---", "---:", "---", *["---:"] * len(head)))
-    made = []
-    for once, again in study.twice():
-        label = min(once, again, key=len)
-        rows = [(row_of(once, *place), row_of(again, *place)) for place in places]
-        if all(both[0] and both[1] for both in rows):
-            error = error_of_normal(study.method_of(label).made.method.compressor)
-            cells = [cell for place, both in zip(places, rows, strict=True) for cell in _twice(*both, place)]
-            made.append((error, [f"`{label}`", f"{error:.2g}", "allgather" if label == once else "two_shot", *cells]))
-    return [*lines, *(table_row(*cells) for _, cells in sorted(made, key=lambda line: line[0]))]
-
-
-def costs(once: Row, again: Row, task: str) -> bool:
-    """Return whether a method by two_shot is behind the same by allgather by more than the seeds of either differ."""
-    if once.quality is None or again.quality is None:
-        return again.quality is None
-    return worse(again.quality, once.quality, task) > max(once.high - once.low, noise(task))
-
-
-def _twice(once: Row, again: Row, place: tuple[str, int]) -> list[str]:
-    texts = [percent(row, *place, band=False).strip("*") for row in (once, again)]
-    return [texts[0], f"**{texts[1]}**" if costs(once, again, place[0]) else texts[1]]
 
 
 def origin(block: Block) -> list[str]:

@@ -89,12 +89,3 @@ def test_methods_are_shown_with_and_without_error_feedback(table):
     assert rows["method"] == ["default", "`mf`"]
     assert rows["`topk`"] == ["with", "100.0 / **50.0**"]
     assert rows["`qsgd`"] == ["without", "**50.0** / 100.0"]
-
-
-def test_a_second_compression_is_compared_with_one(table):
-    results = [*dense(), *runs("topk", (0.1, 0.13)), *runs("topk:communicator=two_shot", (0.17, 0.18))]
-    results += [*runs("qsgd:communicator=allgather", (0.1, 0.1)), *runs("qsgd", (0.11, 0.11))]
-    rows, _ = table("study-second mf", results)
-    assert list(rows)[2:] == ["`qsgd`", "`topk`"]
-    assert rows["`qsgd`"][1:] == ["two_shot", "100.0", "90.9"]
-    assert rows["`topk`"] == ["0.92", "allgather", "87.0", "**57.1**"]
