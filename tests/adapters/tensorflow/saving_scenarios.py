@@ -142,7 +142,7 @@ def round_trip() -> dict[str, Any]:
         "again": type(optimizer).from_config(type(optimizer).from_config(optimizer.get_config()).get_config()),
     }
     results = {
-        label: [copy.grace.describe() == optimizer.grace.describe(), copy.factor, isinstance(copy, Own)]
+        label: [copy.grace.settings() == optimizer.grace.settings(), copy.factor, isinstance(copy, Own)]
         for label, copy in copies.items()
     }
     passes = wrap(TOPK, backward_passes_per_step=2)
