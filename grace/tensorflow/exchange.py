@@ -23,12 +23,11 @@ from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
 from grace.core.session.start import check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
-from grace.core.transport.transport import place_in
 from grace.tensorflow.gradients import Gradient, common_kinds, device_of, inside, is_embedding, kind_of, names_of
 from grace.tensorflow.run import VariableRun, tensorflow_ops
 from grace.tensorflow.step import GraphStep
 from grace.tensorflow.times import GraphTimes
-from grace.tensorflow.transport import HorovodTransport, check_process
+from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
 from grace.tensorflow.waiting import elastic_timeout, gather, is_elastic
 
 # The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
@@ -221,8 +220,11 @@ class Exchange(core.Exchange, tf.Module):
 
     def _rank_of_ranks(self) -> tuple[int, Ranks]:
         """Return this rank and the ranks; 0 of 1 where Horovod is not initialized, as in a process that only loads."""
-        known = hvd.is_initialized() and getattr(self.process_set, "ranks", None)
-        return place_in(self.process_set, hvd) if known else (0, ONE_RANK)
+        ranks = getattr(self.process_set, "ranks", None) if hvd.is_initialized() else None
+        if not ranks:
+            return 0, ONE_RANK
+        rank = self.process_set.rank() if self.process_set.included() else -1
+        return rank, Ranks(len(ranks), local_size_of(self.process_set))
 
     def serves(self, variables: Sequence[Any]) -> bool:
         """Return whether the exchange was built for exactly these variables, in any order."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from grace.core.errors import ConfigError
 from grace.core.transport.collectives import Collective
-from grace.core.transport.transport import Done, Handle, Transport, place_in
+from grace.core.transport.transport import Done, Handle, Transport, known_local_size
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ def check_process(where: str, process_set: Any) -> None:
         )
 
 
+def local_size_of(process_set: Any) -> int:
+    """Return how many ranks of a process set each node has; 0 if unknown."""
+    if process_set.process_set_id != 0:
+        return 0
+    return known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
+
+
 class HorovodTransport(Transport):
     """Named collectives of Horovod within one process set, to be traced into a graph. `rank` is -1 outside the set.
 
@@ -45,7 +52,14 @@ class HorovodTransport(Transport):
     """
 
     def __init__(self, process_set: Any, prefix: str) -> None:
-        self.rank, (self.size, self.local_size) = place_in(process_set, hvd)
+        if process_set.process_set_id is None or process_set.ranks is None:
+            raise ConfigError(
+                f"{process_set} is not registered with Horovod; "
+                "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
+            )
+        self.size = len(process_set.ranks)
+        self.rank = process_set.rank() if process_set.included() else -1
+        self.local_size = local_size_of(process_set)
         self._process_set = process_set
         self._prefix = prefix
         self._turn = tf.Variable(True, trainable=False)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
-from grace.core.errors import ConfigError
 from grace.core.spec import Array, Ranks
 from grace.core.transport.collectives import Collective, Reduction, allgather, allreduce, alltoall, broadcast
 
@@ -46,22 +45,6 @@ class Done(Handle):
 def known_local_size(rank: int, node: int, local_rank: int, local_size: int) -> int:
     """Return the number of ranks on this node if ranks are numbered node by node, else 0."""
     return local_size if rank == node * local_size + local_rank else 0
-
-
-def place_in(process_set: Any, horovod: Any) -> tuple[int, Ranks]:
-    """Return the number of this rank in a process set of Horovod, -1 outside of it, and the ranks of the set.
-
-    `horovod` is Horovod's module for a framework. Raises ConfigError for a process set that is not registered.
-    """
-    if process_set.process_set_id is None or process_set.ranks is None:
-        raise ConfigError(
-            f"{process_set} is not registered with Horovod; "
-            "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
-        )
-    local_size = 0
-    if process_set.process_set_id == 0:
-        local_size = known_local_size(horovod.rank(), horovod.cross_rank(), horovod.local_rank(), horovod.local_size())
-    return process_set.rank() if process_set.included() else -1, Ranks(len(process_set.ranks), local_size)
 
 
 class Transport(ABC):

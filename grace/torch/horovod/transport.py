@@ -10,11 +10,16 @@ from typing import Any, TypeAlias
 import horovod.torch as hvd
 import torch
 
-from grace.core.errors import StepError, WaitError
+from grace.core.errors import ConfigError, StepError, WaitError
 from grace.core.guards.started import Dropping, Started
 from grace.core.guards.waiting import wait_until
 from grace.core.transport.collectives import Collective
-from grace.core.transport.transport import Done, Handle, HandshakeTransport, place_in
+from grace.core.transport.transport import (
+    Done,
+    Handle,
+    HandshakeTransport,
+    known_local_size,
+)
 from grace.torch.tensors import start_gathering
 
 # Waits for a handle of Horovod, and returns the result.
@@ -87,12 +92,21 @@ class HorovodTransport(HandshakeTransport):
     """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        if process_set.process_set_id is None or process_set.ranks is None:
+            raise ConfigError(
+                f"{process_set} is not registered with Horovod; "
+                "pass it to hvd.init(process_sets=[...]) or hvd.add_process_set() first."
+            )
         self._process_set = process_set
         self.connect()
 
     def connect(self) -> None:
         """Read rank and size from Horovod, which may have restarted with other ranks."""
-        self.rank, (self.size, self.local_size) = place_in(self._process_set, hvd)
+        process_set = self._process_set
+        self.size = len(process_set.ranks)
+        self.rank = process_set.rank() if process_set.included() else -1
+        if process_set.process_set_id == 0:
+            self.local_size = known_local_size(hvd.rank(), hvd.cross_rank(), hvd.local_rank(), hvd.local_size())
         self.started = Started()
         # The call of `discard` that is under way, and whether it has timed out.
         self._dropping: Dropping | None = None
