@@ -1,4 +1,4 @@
-"""benchmarks/errors.py and accuracy.py compare methods of a researcher's own with those of grace."""
+"""benchmarks/errors.py compares methods of a researcher's own with those of grace."""
 
 from __future__ import annotations
 
@@ -50,36 +50,10 @@ def test_errors_of_given_methods(own):
     assert float(rows[1]["normal"]) == pytest.approx((4.9 / 7) ** 2 / 12, rel=0.2)
 
 
-SHORT = ("--lr", 0.1, "--epochs", 1, "--seeds", 0, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_accuracy_of_given_methods(own):
-    rows, _ = run("accuracy.py", "--compressors", "bytes:levels=7", "--import", own, *SHORT)
-    assert [(row["method"], row["setting"]) for row in rows] == [("none", ""), ("bytes", "levels 7, lr 0.1")]
-    for row in rows:
-        seeds = [float(row[f"seed {seed}"]) for seed in (0, 3)]
-        assert float(row["mean"]) == pytest.approx(sum(seeds) / 2, abs=0.006)
-    # Other seeds begin with other weights.
-    assert rows[0]["seed 0"] != rows[0]["seed 3"]
-    assert rows[0]["bytes/step"] == ""
-    # A byte for each of the 150,784 elements of the three weights, and a number per piece of a weight.
-    assert 0 < int(rows[1]["bytes/step"].replace(",", "")) - 150_784 < 100
-    assert rows[1]["share, %"] == "25.01"
-
-
-@pytest.mark.parametrize("name", ["errors.py", "accuracy.py"])
-def test_a_wrong_method_is_one_line(name):
-    _, said = run(name, "--compressors", "qsgd:quantum=3", status=2)
+def test_a_wrong_method_is_one_line():
+    _, said = run("errors.py", "--compressors", "qsgd:quantum=3", status=2)
     assert "Traceback" not in said
     assert "quantum" in said.splitlines()[-1]
-
-
-@pytest.mark.parametrize("arguments", [("--epochs", 0), pytest.param(("--lr", -1), marks=pytest.mark.slow)])
-def test_wrong_numbers_are_refused(arguments):
-    _, said = run("accuracy.py", *arguments, status=2)
-    assert said.splitlines()[-1] == "accuracy.py: error: expected --epochs of at least 1 and a positive --lr"
 
 
 def test_errors_need_a_file_or_methods():
