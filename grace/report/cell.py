@@ -146,11 +146,13 @@ def train(cell: Cell) -> dict[str, Any]:
 def _tuned(task: Task, cell: Cell) -> dict[float, float | None]:
     """Return the losses of whole runs with seed 0 by the factor of the learning rate; None if a run diverged."""
     key = _key(cell)
-    if key not in _known:
+    if key not in _losses:
         short = {factor: _run(task, cell, 0, cell.steps // SHORTER, factor)["loss"] for factor in FACTORS}
         first = FACTORS.index(_best(short))
-        _known[key] = {factor: _run(task, cell, 0, cell.steps, factor)["loss"] for factor in FACTORS[first : first + 2]}
-    return _known[key]
+        _losses[key] = {
+            factor: _run(task, cell, 0, cell.steps, factor)["loss"] for factor in FACTORS[first : first + 2]
+        }
+    return _losses[key]
 
 
 def _sizes(task: Task, cell: Cell) -> tuple[dict[float, float], float]:
@@ -158,7 +160,7 @@ def _sizes(task: Task, cell: Cell) -> tuple[dict[float, float], float]:
     # Every step of that method sends as much.
     aim = _run(task, replace(cell, method=methods()[cell.method.equal]), 0, 1, 1.0)["bytes"]
     key = _key(cell)
-    if key not in _known:
+    if key not in _sent:
         threshold = THRESHOLD
         for steps in (cell.steps // SHORTER, cell.steps):
             sizes: dict[float, float] = {}
@@ -168,8 +170,8 @@ def _sizes(task: Task, cell: Cell) -> tuple[dict[float, float], float]:
                 if 1 / CLOSE <= share <= CLOSE:
                     break
                 threshold *= share**POWER
-        _known[key] = sizes
-    return _known[key], aim
+        _sent[key] = sizes
+    return _sent[key], aim
 
 
 def _with_threshold(cell: Cell, threshold: float) -> Cell:
@@ -180,8 +182,10 @@ def _key(cell: Cell) -> tuple[str, str, int, int, Path | None]:
     return cell.task, json.dumps(cell.method.config, sort_keys=True), cell.ranks, cell.steps, cell.data
 
 
-# Cells that differ by their seeds share these runs, if one process trains them.
-_known: dict[tuple[str, str, int, int, Path | None], dict[float, float | None]] = {}
+# Cells that differ by their seeds share these runs, if one process trains them: losses by the factor of the learning
+# rate, and bytes by the threshold.
+_losses: dict[tuple[str, str, int, int, Path | None], dict[float, float | None]] = {}
+_sent: dict[tuple[str, str, int, int, Path | None], dict[float, float]] = {}
 
 
 def _best(losses: Mapping[float, float | None]) -> float:

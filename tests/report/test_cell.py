@@ -29,7 +29,8 @@ def without_times(found):
 @pytest.fixture
 def tried(monkeypatch):
     """Return the settings of all runs that begin, by the arguments of `Task.start`."""
-    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(module, "_losses", {})
+    monkeypatch.setattr(module, "_sent", {})
     task, given = find_task("mf"), []
     start = type(task).start
 

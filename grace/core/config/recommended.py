@@ -106,7 +106,8 @@ def _poor_pairs(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
                     "accelerated twice. Set the momentum of the optimizer to 0."
                 )
         elif optimizer.adaptive and trains_badly_with_adam(method.compressor):
-            names = [start.config["compressor"] for start in STARTS[1:] if start.optimizer != SGD]
+            found = [start.config["compressor"] for start in STARTS if start.optimizer != SGD]
+            names = [name for name in found if name != "none"]
             texts.append(
                 f"{optimizer.name} trains badly with gradients from {method.compressor}: start with "
                 f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}. docs/adam.md has the measurements."
