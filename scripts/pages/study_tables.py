@@ -16,7 +16,7 @@ import measurements
 from registry import ROOT, Block, kind, wrapped
 from registry import row as table_row
 
-from grace.report.methods import DENSE, SIXTEEN_BIT, methods
+from grace.report.methods import DENSE, methods
 from grace.report.study import USUAL_RANKS
 from grace.report.table import Row, Table, tables
 from grace.report.task import MODULES, find_task
@@ -58,18 +58,6 @@ def qualities(task: str, ranks: int) -> dict[tuple[str, int], float | None]:
     return {(c["method"], c["seed"]): quality for c, quality in found if (c["task"], c["ranks"]) == (task, ranks)}
 
 
-def noise(task: str, ranks: int = USUAL_RANKS) -> float:
-    """Return how much uncompressed runs differ by their seeds, or runs with 16 bits from them, whichever is more."""
-    found = qualities(task, ranks)
-    dense = {seed: quality for (method, seed), quality in found.items() if method == DENSE and quality is not None}
-    other = [
-        abs(quality - dense[seed])
-        for (method, seed), quality in found.items()
-        if method in SIXTEEN_BIT and seed in dense and quality is not None
-    ]
-    return max(max(dense.values()) - min(dense.values()), *other, 0.0)
-
-
 def worse(quality: float, reference: float, task: str) -> float:
     """Return by how much a quality is worse than another one."""
     return reference - quality if find_task(task).higher_is_better else quality - reference
@@ -79,7 +67,8 @@ def behind(row: Row, task: str, ranks: int = USUAL_RANKS) -> bool:
     """Return whether a method is behind uncompressed training by more than the noise, or diverged."""
     if row.quality is None:
         return True
-    return row.difference is not None and worse(row.difference, 0, task) > noise(task, ranks)
+    noise = found()[task, ranks].noise
+    return row.difference is not None and noise is not None and worse(row.difference, 0, task) > noise
 
 
 def percent(row: Row | None, task: str, ranks: int = USUAL_RANKS, *, band: bool = True) -> str:
