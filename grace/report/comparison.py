@@ -67,6 +67,21 @@ class Case:
         return self.method in BASELINES
 
     @property
+    def is_usual(self) -> bool:
+        """True if the case stands for its method: error feedback is as by default, and the bytes are its own."""
+        return not (self.is_baseline or self.switched or self.setting.get("equal"))
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The task and the number of ranks, where it can be compared with other methods."""
+        return self.table.task, self.ranks
+
+    @property
+    def relative(self) -> float | None:
+        """The quality as a share of that of uncompressed training; 0 if a run diverged, None if it is not known."""
+        return 0.0 if self.row.diverged else self.row.relative
+
+    @property
     def gain(self) -> float | None:
         """By how much the quality is better than uncompressed with the same seeds; minus infinity if a run diverged.
 
@@ -149,10 +164,10 @@ def cases(results: Sequence[Result]) -> list[Case]:
 
 def feedback_pairs(found: Iterable[Case]) -> list[tuple[Case, Case]]:
     """Return the cases that differ by error feedback alone: without it, and with it."""
-    by_name = {(case.table.task, case.ranks, case.method): case for case in found}
+    by_name = {(case.place, case.method): case for case in found}
     answer = []
-    for (task, ranks, _), case in by_name.items():
-        if other := by_name.get((task, ranks, case.switched)):
+    for (place, _), case in by_name.items():
+        if other := by_name.get((place, case.switched)):
             off = case.setting["config"]["memory"]["name"] == "none"
             answer.append((case, other) if off else (other, case))
     return answer

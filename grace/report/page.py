@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grace.report import figures
+from grace.report.advice import advice, usual_ranks
 from grace.report.comparison import Case, cases, feedback_pairs
-from grace.report.findings import Line, advice, findings, usual_ranks
+from grace.report.findings import Line, findings
 from grace.report.methods import DENSE
 from grace.report.speed import FASTER, LATENCY, LINKS
 from grace.report.table import HEAD, LEGEND, cells_of
@@ -167,11 +168,11 @@ def _findings(lines: Sequence[Line]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("paper", "finding", "here", "number, and the cells it comes from"))
     return (
         '<h2 id="findings">Findings of the papers</h2>'
-        f"<p>{count[0]} reproduced, {count[1]} not reproduced, {count[2]} not tested. A cell is a method on a task and "
-        "a number of ranks. Within the noise: as good as uncompressed training with the same seeds, but for as much as "
-        'uncompressed runs differ. Speeds follow from <a href="#law">a law</a>; "at '
-        f'{FASTER[1]} x" means: with compute and codecs so many times as fast.</p>'
-        + _scrolled("findings", head, "".join(rows))
+        f"<p>{count[0]} reproduced, {count[1]} not reproduced, {count[2]} not tested. A cell is a method with its "
+        "default error feedback, on a task and a number of ranks. Within the noise: as good as uncompressed training "
+        'with the same seeds, but for the noise. Speeds follow from <a href="#law">a law</a>, and verdicts on them are '
+        f'those of the computer that trained; "at {FASTER[1]} x" means: with compute and codecs so many times as fast.'
+        "</p>" + _scrolled("findings", head, "".join(rows))
     )
 
 

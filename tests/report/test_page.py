@@ -37,7 +37,7 @@ def results():
         *runs("topk, no feedback", (0.125, 0.13), share=0.02),
         *runs("terngrad", (0.4, 0.5), share=0.06),
         *runs("signsgd", (None, 0.11), share=0.03),
-        run('<b>&"mine"', 0.105, config={"compressor": {"name": "topk"}}),
+        *runs('<b>&"mine"', (0.105, 0.105), config={"compressor": {"name": "topk"}}),
         *dense(ranks=8),
         *runs("qsgd", (0.1, 0.1), share=0.25, ranks=8),
         error("a < b"),
