@@ -141,17 +141,23 @@ def unpack(path, folder):
     for found in results(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []:
         method = method_of(found["cell"]["method"])
         if method and is_current(found):
-            file = folder / "cells" / _cell(found["cell"], method).file
-            if not file.exists():
-                write(found, file)
+            cell = _cell(found["cell"], method)
+            kept = read(cell, folder / "cells")
+            if kept is None or "error" in kept:
+                write(found, folder / "cells" / cell.file)
 
 
 def pack(folder, path):
     """Write the results in the folder of `grace report` into a file: those without error, and of today's settings."""
     found = []
     for file in (folder / "cells").glob("*.json"):
-        key = json.loads(file.read_text(encoding="utf-8"))["cell"]
-        if setting_of(key["task"], key["method"], key["ranks"]):
+        try:
+            key = json.loads(file.read_text(encoding="utf-8"))["cell"]
+            place = key["task"], key["method"], key["ranks"]
+        except (ValueError, TypeError, LookupError):
+            print(f"{file} is damaged; grace report trains its cell again", file=sys.stderr)
+            continue
+        if setting_of(*place):
             result = read(_cell(key, method_of(key["method"])), folder / "cells")
             found += [result] if result and "error" not in result else []
     tables.save(path, packed(found))

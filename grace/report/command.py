@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from grace.report.cell import Cell
 
 FOLDER, QUICK_FOLDER = Path("grace-report"), Path("grace-report-quick")
+# What the page shows of the result of a codec.
+OF_CODECS = {
+    "compressor", "options", "numel", "framework", "threads", "repetitions", "times", "copy_times", "machine", "command"
+}  # fmt: skip
 
 
 def add_report(commands: Any) -> None:
@@ -34,7 +38,7 @@ def add_report(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="few methods and short runs: 15 minutes on two cores")
-    names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all that fit)")
+    names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all)")
     told = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; "
     told += "none, bf16 and fp16 always take part (default: as in the study)"
     methods = add("--methods", nargs="+", metavar="NAME", help=told)
@@ -85,8 +89,12 @@ def run_report(args: argparse.Namespace) -> int:
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
         return _study(wanted, folder, jobs, codec, modules)
+    except BrokenPipeError:
+        # Of the output: the command ends as others do.
+        raise
     except OSError as error:
-        raise ConfigError(f"--output: '{error.filename}' cannot be written: {error.strerror}.") from None
+        # A full disk has no name.
+        raise ConfigError(f"--output: '{error.filename or folder}' cannot be written: {error.strerror}.") from None
 
 
 def _codec(path: Path) -> list[dict[str, Any]]:
@@ -95,7 +103,7 @@ def _codec(path: Path) -> list[dict[str, Any]]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--codec: '{path}' cannot be read: {error}.") from None
-    if not (isinstance(found, list) and found and all(isinstance(x, dict) and "copy_times" in x for x in found)):
+    if not (isinstance(found, list) and found and all(isinstance(x, dict) and x.keys() >= OF_CODECS for x in found)):
         raise ConfigError(f"--codec: '{path}' has no results of codecs; write it by `grace bench codec --json {path}`.")
     return found
 

@@ -36,6 +36,8 @@ LONGEST = 26
 _RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "grace report",
+    # A label may have dollar signs.
+    "text.parse_math": False,
     "font.family": "DejaVu Sans",
     "font.size": FONT,
     "axes.spines.top": False,

@@ -324,6 +324,8 @@ def _law(found: Sequence[Case]) -> str:
     for case in found:
         compute[f"{case.table.task} on {case.ranks} ranks"] = f"{1e3 * case.parts.compute:.3g} ms"
     times = _list(f"{place} {time}" for place, time in compute.items())
+    machines = list(dict.fromkeys(run["machine"] for run in _runs(found)))
+    several = f" The runs are from several machines, so times of methods may differ by them: {_list(machines)}."
     return (
         '<h2 id="law">How times are computed</h2>'
         "<p>The times of steps on this page are computed by a law from measured parts. They are not measured on a "
@@ -334,7 +336,7 @@ def _law(found: Sequence[Case]) -> str:
         "(n &minus; 1) B in an allgather or broadcast and B in an alltoall, by n &minus; 1 messages. Nothing overlaps, "
         "and all ranks send at once. Compute and exchange are measured on one core; f is 1, or "
         f"{FASTER[1]} for the balance of a GPU.</p>"
-        f"<p>Compute per step: {_text(times)}.</p>"
+        f"<p>Compute per step: {_text(times)}.{_text(several) if len(machines) > 1 else ''}</p>"
     )
 
 

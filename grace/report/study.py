@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grace.core.errors import ConfigError
+from grace.machine import installed
 from grace.report.cell import FACTORS, SHORTER, TRIES, Cell
 from grace.report.data_sets import DATA_SETS, files
 from grace.report.methods import BASELINES, DENSE, RECOMMENDED, chosen
@@ -37,13 +38,16 @@ def cells(
     """Return the cells to train; of what is None, the study decides. `data` is a folder with the tasks' data sets.
 
     Uncompressed training comes first, and then one seed after the other, so that an interrupted study has something of
-    everything. Raises ConfigError for names that do not exist, and for data that a task lacks.
+    everything. Raises ConfigError for names that do not exist, and for data that a task lacks; ModuleNotFoundError if
+    they are in a package that is not installed.
     """
     found = []
     for name in task_names:
         task = find_task(name)
         if data:
             _check(name, data)
+        elif task.package and not installed(task.package):
+            raise ModuleNotFoundError(f"task '{name}' needs the package '{task.package}'", name=task.package)
         few = quick and task.seconds > SHORT
         for method in chosen(methods):
             if few and methods is None and method.label not in QUICK:

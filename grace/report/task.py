@@ -86,6 +86,8 @@ class Task(ABC):
     momentum: float
     #: Seconds of one core for a run with `quick_steps` on 4 ranks, roughly: the first estimate of the time left.
     seconds: float
+    #: The package that has the data of the task, if none are drawn and none are given; empty if Python has them.
+    package: str = ""
 
     @abstractmethod
     def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Training:

