@@ -47,7 +47,7 @@ th, td { padding: 0.2rem 0.6rem; text-align: left; vertical-align: top; border-b
 .yes { font-weight: 600; } .no { font-weight: 600; } .open { opacity: 0.75; }
 ul.signs { list-style: none; display: flex; flex-wrap: wrap; gap: 0.25rem 1.25rem; padding: 0; }
 code { padding: 0 0.25em; border: 1px solid var(--line); border-radius: 0.25em; font-size: 0.9em; }
-details { margin: 0.75rem 0; } summary { cursor: pointer; }
+details { margin: 0.75rem 0; } summary { cursor: pointer; } figcaption details { margin: 0; }
 @media (max-width: 48rem) {
   main { padding: 0.5rem 0.75rem 3rem; }
   .panels { grid-template-columns: minmax(0, 1fr); }
@@ -134,10 +134,11 @@ def _runs(found: Iterable[Case]) -> list[Mapping[str, Any]]:
     return [run for case in found for run in case.runs.values()]
 
 
-def _figure(panels: Sequence[str], caption: str) -> str:
-    """Return a figure of panels, each SVG or HTML, with its caption."""
+def _figure(panels: Sequence[str], caption: str, origin: str) -> str:
+    """Return a figure of panels, each SVG or HTML, with its caption and, folded, where its numbers come from."""
     inner = "".join(f"<div>{panel}</div>" for panel in panels)
-    return f'<figure><div class="panels">{inner}</div><figcaption>{_text(caption)}</figcaption></figure>'
+    folded = f"<details><summary>origin</summary>{_text(origin)}</details>"
+    return f'<figure><div class="panels">{inner}</div><figcaption>{_text(caption)}{folded}</figcaption></figure>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "numbers") -> str:
@@ -207,7 +208,7 @@ def _ranks(found: Sequence[Case], numbers: Iterator[int]) -> str:
                 "range of uncompressed training. Point at a marker for its name. Left out, because they diverged or "
                 f"are below {100 * figures.CUT:.0f} % of uncompressed: {_quoted(missing)}."
             ),
-            _figure([sent, _signs(drawn)], f"{name}: quality over the bytes that leave a rank. {origin}"),
+            _figure([sent, _signs(drawn)], f"{name}: quality over the bytes that leave a rank.", origin),
         ]
         for faster in FASTER:
             panels = [
@@ -220,9 +221,9 @@ def _ranks(found: Sequence[Case], numbers: Iterator[int]) -> str:
             shares = ", ".join(f"{100 * dense.link_share(gbit, faster):.0f} % at {gbit} Gbit/s" for gbit in LINKS)
             caption = (
                 f"{name}: quality over throughput relative to uncompressed training, computed {times}. Of an "
-                f"uncompressed step, the link takes {shares}. {origin}"
+                f"uncompressed step, the link takes {shares}."
             )
-            parts.append(_figure(panels, caption))
+            parts.append(_figure(panels, caption, origin))
     better = "higher" if task.higher_is_better else "lower"
     noise = "unknown" if table.noise is None else f"{table.noise:.4g}"
     parts += [
@@ -292,9 +293,9 @@ def _feedback(found: Sequence[Case], numbers: Iterator[int]) -> str:
     runs = _runs(case for pairs in groups.values() for pair in pairs for case in pair)
     caption = (
         f"Quality relative to uncompressed training on {usual} ranks, without error feedback (hollow) and with it "
-        f"(filled). A side that diverged is left out; the gray strip is the noise. {_origin(runs)}"
+        "(filled). A side that diverged is left out; the gray strip is the range of uncompressed training."
     )
-    return title + _figure(panels, caption)
+    return title + _figure(panels, caption, _origin(runs))
 
 
 def _codecs(codec: Sequence[Mapping[str, Any]] | None, numbers: Iterator[int]) -> str:
@@ -312,11 +313,13 @@ def _codecs(codec: Sequence[Mapping[str, Any]] | None, numbers: Iterator[int]) -
     repetitions = f"{max(count)}" if min(count) == max(count) else f"{min(count)} to {max(count)}"
     caption = (
         f"Time of the local work of a step: compression, decompression and error feedback, {repetitions} repetitions; "
-        f"the line is the median. Machine: {machine['gpu'] or machine['cpu']}, "
-        f"{_count(codec[0]['threads'], 'thread')}, {codec[0]['framework']}. Command: {codec[0]['command']}. "
-        "Gradients are drawn with a fixed seed."
+        "the line is the median. Gradients are drawn with a fixed seed."
     )
-    return title + _figure(panels, caption)
+    origin = (
+        f"Machine: {machine['gpu'] or machine['cpu']}, {_count(codec[0]['threads'], 'thread')}, "
+        f"{codec[0]['framework']}. Command: {codec[0]['command']}."
+    )
+    return title + _figure(panels, caption, origin)
 
 
 def _law(found: Sequence[Case]) -> str:

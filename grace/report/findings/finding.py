@@ -12,9 +12,8 @@ from grace.report.comparison import Case, gain
 
 T = TypeVar("T")
 
-# What `known` and `timed` need.
-NOISE = "two seeds of uncompressed training, for the noise"
-DENSE = "uncompressed training on the same task"
+# What is said of methods in general needs so many, and a correlation so many points.
+FEWEST = 5
 
 
 class Outcome(NamedTuple):
@@ -77,6 +76,16 @@ def known(cases: Iterable[Case]) -> list[Case]:
 def timed(cases: Iterable[Case]) -> list[Case]:
     """Return the usual cases with uncompressed training on the same task, whose times can be compared."""
     return [case for case in usual(cases) if case.dense_parts is not None]
+
+
+def several(select: Callable[[Sequence[Case]], list[Case]]) -> Callable[[Sequence[Case]], list[Case]]:
+    """Return a function that returns the same as `select`, but no case if they are of less than `FEWEST` methods."""
+
+    def selected(cases: Sequence[Case]) -> list[Case]:
+        found = select(cases)
+        return found if len({case.method for case in found}) >= FEWEST else []
+
+    return selected
 
 
 def noise(case: Case) -> float:

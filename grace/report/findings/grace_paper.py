@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from grace.report.comparison import Case, feedback_pairs, gain
 from grace.report.findings.finding import (
-    DENSE,
-    NOISE,
+    FEWEST,
     Outcome,
     Paper,
     by_place,
@@ -22,6 +21,7 @@ from grace.report.findings.finding import (
     noise,
     percent,
     quoted,
+    several,
     tasks,
     timed,
     usual,
@@ -30,8 +30,6 @@ from grace.report.speed import FASTER, LINKS
 
 GRACE = Paper("GRACE")
 SPARSE = ("sparsification", "hybrid")
-# Fewer points have no meaningful correlation, and no meaningful order.
-FEWEST = 5
 # Where the link takes more than this share of an uncompressed step, communication binds.
 BOUND = 0.5
 # Less than this share of the bytes is heavy compression.
@@ -39,6 +37,20 @@ HEAVY = 0.1
 # For each link, the share of cells in which dense may be faster.
 AIMS = {1: 0.05, 10: 0.25}
 BALANCE = f"at {FASTER[1]} x"
+
+
+Enter = Callable[[Callable[[Sequence[Case]], Outcome | None]], None]
+
+
+def _in_quality(section: str, says: str, also: str = "") -> Enter:
+    """Enter a finding on the quality of methods in general; `also` is what else it needs."""
+    needs = f"{FEWEST} methods, two seeds of uncompressed training{also}"
+    return GRACE.finding(section, says, several(known), needs)
+
+
+def _in_time(section: str, says: str, also: str = "") -> Enter:
+    """Enter a finding on the speed of methods in general; `also` is what else it needs."""
+    return GRACE.finding(section, says, several(timed), f"{FEWEST} methods, uncompressed training{also}")
 
 
 def _relative(case: Case) -> float:
@@ -68,7 +80,7 @@ def _both(number: Callable[[float], float]) -> str:
 # --- section V-A, V-B -----------------------------------------------------------------------------------------------
 
 
-@GRACE.finding("V-A", "25 Gbit/s give 1.3 % more throughput than 10 (here: at most 5 %)", timed, DENSE)
+@_in_time("V-A", "25 Gbit/s give 1.3 % more throughput than 10 (here: at most 5 %)")
 def _(cases: Sequence[Case]) -> Outcome:
     found = [
         100 * statistics.fmean(case.parts.seconds(10, faster) / case.parts.seconds(25, faster) - 1 for case in cases)
@@ -77,14 +89,14 @@ def _(cases: Sequence[Case]) -> Outcome:
     return Outcome(found[0] <= 5, f"{found[0]:.1f} % more on average ({found[1]:.1f} % {BALANCE})", cases)
 
 
-@GRACE.finding("V-B, Fig. 6", "most methods end with a quality comparable to the baseline", known, NOISE)
+@_in_quality("V-B, Fig. 6", "most methods end with a quality comparable to the baseline")
 def _(cases: Sequence[Case]) -> Outcome:
     good = sum(bool(case.within) for case in cases)
     text = f"{good} of {len(cases)} cells ({percent(good / len(cases))}) are within the noise or better"
     return Outcome(2 * good > len(cases), text, cases)
 
 
-@GRACE.finding("V-B", "the quality is sometimes above the baseline (here: by more than the noise)", known, NOISE)
+@_in_quality("V-B", "the quality is sometimes above the baseline (here: by more than the noise)")
 def _(cases: Sequence[Case]) -> Outcome:
     higher = [case for case in cases if case.gain is not None and case.gain > 0]
     clearly = [case for case in higher if case.gain is not None and case.gain > noise(case)]
@@ -92,11 +104,10 @@ def _(cases: Sequence[Case]) -> Outcome:
     return Outcome(bool(clearly), text, clearly or cases)
 
 
-@GRACE.finding(
+@_in_time(
     "V-B",
     "compression slows down tasks bound by computation, and pays where communication binds (here: for most methods)",
-    timed,
-    "places where computation binds, others where communication does, and uncompressed training",
+    ", and tasks bound by computation and by communication",
 )
 def _(cases: Sequence[Case]) -> Outcome | None:
     shares: dict[bool, list[float]] = {True: [], False: []}
@@ -117,8 +128,8 @@ def _(cases: Sequence[Case]) -> Outcome | None:
 @GRACE.finding(
     "V-B, Fig. 6d",
     "on NCF, the quality falls by up to 10 % and no more",
-    lambda cases: _of_ncf(_rated(cases)),
-    "cells of ncf",
+    several(lambda cases: _of_ncf(_rated(cases))),
+    f"{FEWEST} methods on ncf",
 )
 def _(cases: Sequence[Case]) -> Outcome:
     worst = min(cases, key=_relative)
@@ -132,8 +143,8 @@ def _(cases: Sequence[Case]) -> Outcome:
 @GRACE.finding(
     "V-B, Fig. 6d",
     "on NCF, many methods are 1.5 to 4.5 times as fast (here: a quarter)",
-    lambda cases: _of_ncf(timed(cases)),
-    "cells of ncf",
+    several(lambda cases: _of_ncf(timed(cases))),
+    f"{FEWEST} methods on ncf",
 )
 def _(cases: Sequence[Case]) -> Outcome:
     def share(faster: float) -> float:
@@ -221,7 +232,7 @@ def _on_all_tasks(cases: Sequence[Case], good: Callable[[Case], bool], what: str
     return Outcome(not found, text, cases) if len(every) > 1 else None
 
 
-@GRACE.finding("V-B", "no method performs well on all tasks", known, f"two tasks, and {NOISE}")
+@_in_quality("V-B", "no method performs well on all tasks", ", and two tasks")
 def _(cases: Sequence[Case]) -> Outcome | None:
     return _on_all_tasks(cases, lambda case: bool(case.within), "uncompressed training")
 
@@ -256,12 +267,7 @@ def _order(values: Sequence[float]) -> list[float]:
     return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
 
 
-@GRACE.finding(
-    "V-B",
-    "throughput and quality are not strongly correlated (here: by less than 0.5)",
-    timed,
-    f"{FEWEST} methods on one task",
-)
+@_in_time("V-B", "throughput and quality are not strongly correlated (here: by less than 0.5)", " on one task")
 def _(cases: Sequence[Case]) -> Outcome | None:
     return _correlated(
         cases, lambda case: case.throughput(10) or 0, "throughput at 10 Gbit/s", lambda mean: abs(mean) < 0.5
@@ -271,7 +277,7 @@ def _(cases: Sequence[Case]) -> Outcome | None:
 # --- section V-C, V-D -----------------------------------------------------------------------------------------------
 
 
-@GRACE.finding("V-C, Fig. 7", "in general, more data gives a higher quality", timed, f"{FEWEST} methods on one task")
+@_in_time("V-C, Fig. 7", "in general, more data gives a higher quality", " on one task")
 def _(cases: Sequence[Case]) -> Outcome | None:
     return _correlated(cases, lambda case: case.row.bytes, "bytes", lambda mean: mean > 0)
 
@@ -301,11 +307,8 @@ def _(cases: Sequence[Case]) -> Outcome | None:
     return Outcome(bool(worse), text, cases) if pairs else None
 
 
-@GRACE.finding(
-    "V-D, Fig. 8",
-    "the cost of compression and decompression is not negligible (here: above 5 % of the computation)",
-    timed,
-    DENSE,
+@_in_time(
+    "V-D, Fig. 8", "the cost of compression and decompression is not negligible (here: above 5 % of the computation)"
 )
 def _(cases: Sequence[Case]) -> Outcome:
     share = statistics.median(
@@ -349,11 +352,8 @@ GRACE.untested(
 )
 
 
-@GRACE.finding(
-    "V-E, Fig. 10",
-    "at 1 Gbit/s, many more methods are faster than the baseline (here: most, and more than at 10)",
-    timed,
-    DENSE,
+@_in_time(
+    "V-E, Fig. 10", "at 1 Gbit/s, many more methods are faster than the baseline (here: most, and more than at 10)"
 )
 def _(cases: Sequence[Case]) -> Outcome:
     slow, fast = (_faster(cases, gbit, 1) for gbit in (1, 10))
@@ -361,15 +361,13 @@ def _(cases: Sequence[Case]) -> Outcome:
     return Outcome(slow > max(fast, 0.5), text, cases)
 
 
-@GRACE.finding(
-    "V-F", "no method is the best in all cases (here: nor within the noise of it)", known, f"two tasks, and {NOISE}"
-)
+@_in_quality("V-F", "no method is the best in all cases (here: nor within the noise of it)", ", and two tasks")
 def _(cases: Sequence[Case]) -> Outcome | None:
     best = {group[0].place: max(case.gain or 0 for case in group) for group in by_place(cases)}
     return _on_all_tasks(cases, lambda case: (case.gain or 0) >= best[case.place] - noise(case), "the best")
 
 
-@GRACE.finding("V-F", "at 10 Gbit/s and more, training is typically faster without compression", timed, DENSE)
+@_in_time("V-F", "at 10 Gbit/s and more, training is typically faster without compression")
 def _(cases: Sequence[Case]) -> Outcome:
     def share(faster: float) -> float:
         return 1 - statistics.fmean(_faster(cases, gbit, faster) for gbit in (10, 25))
@@ -377,7 +375,7 @@ def _(cases: Sequence[Case]) -> Outcome:
     return Outcome(share(1) > 0.5, f"dense is at least as fast in {_both(share)} of cells", cases)
 
 
-@GRACE.finding("all results", "dense is at least as fast in 459 of 668 cells (here: in most)", timed, DENSE)
+@_in_time("all results", "dense is at least as fast in 459 of 668 cells (here: in most)")
 def _(cases: Sequence[Case]) -> Outcome:
     wins, total = round(sum(1 - _faster(cases, gbit, 1) for gbit in LINKS) * len(cases)), len(cases) * len(LINKS)
     links = [
@@ -394,8 +392,8 @@ def _(cases: Sequence[Case]) -> Outcome:
 @GRACE.finding(
     "V-F",
     "heavy compression tends to lower the quality",
-    _rated,
-    f"methods with less and with more than {percent(HEAVY)} of the bytes on one task",
+    several(_rated),
+    f"{FEWEST} methods, with less and with more than {percent(HEAVY)} of the bytes on one task",
 )
 def _(cases: Sequence[Case]) -> Outcome | None:
     used, means = list[Case](), []
