@@ -26,6 +26,14 @@ from grace.report.cell import Cell, read, write
 from grace.report.methods import chosen, methods
 from grace.report.task import MODULES, find_task
 
+# What the page on communicators compares by one compression and by two, beginning with the finest; and with 8 bits for
+# the mean.
+TWICE = (
+    "qsgd", "qsgd:quantum_num=15", "qsgd:quantum_num=7", "qsgd:quantum_num=3", "qsgd:quantum_num=1", "blockwise",
+    "eden", "eden:bits=2", "eden:bits=1", "natural", "terngrad", "efsignsgd", "dgc", "topk:compress_ratio=0.5",
+    "topk:compress_ratio=0.1", "topk:compress_ratio=0.02", "topk",
+)  # fmt: skip
+FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
 # Significant digits of results: what a table shows has fewer.
@@ -36,9 +44,12 @@ def parts():
     """Return the parts of the study as arguments of `grace report`, the most important one first."""
     plain = [label for label, method in methods().items() if not (method.switched or method.equal)]
     others = [name for name, _ in compressors.ready() if name not in methods()]
+    twice = [f"{name}:communicator={way}" for name in TWICE for way in ("allgather", "two_shot")]
+    twice += [name + FINER for name in ("topk", "efsignsgd")]
     return (
         ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *others),
+        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, "hardthreshold:controlled=true"),
         ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *plain),
     )
 
