@@ -46,10 +46,12 @@ def parts():
     others = [name for name, _ in compressors.ready() if name not in methods()]
     twice = [f"{name}:communicator={way}" for name in TWICE for way in ("allgather", "two_shot")]
     twice += [name + FINER for name in ("topk", "efsignsgd")]
+    probe = "hardthreshold:compress_ratio=0.01"
+    volume = [probe, f"{probe}:tune_steps=20", f"{probe}:controlled=true"]
     return (
         ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *others),
-        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, "hardthreshold:controlled=true"),
+        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *volume),
         ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *plain),
     )
 
