@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from grace import errors as errors
 from grace.core.config.config import Config, Method, Rule, make_config
-from grace.core.config.registry import communicators, compressors, memories
+from grace.core.config.outer import OuterSteps
+from grace.core.config.registry import communicators, compressors, memories, outer_optimizers
 from grace.core.methods.capabilities import (
     Learning,
     Negotiating,
@@ -24,6 +25,7 @@ from grace.core.methods.capabilities import (
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
 from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.outer import OuterOptimizer
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops import get_ops, register_backend
 from grace.core.ops.table import composite
@@ -42,6 +44,7 @@ __version__ = "0.2.0.dev0"
 register_compressor = compressors.register
 register_memory = memories.register
 register_communicator = communicators.register
+register_outer_optimizer = outer_optimizers.register
 register_backend("torch", "grace.backends.torch_ops:TorchOps")
 register_backend("tensorflow", "grace.backends.tensorflow_ops:TensorflowOps")
 
@@ -57,6 +60,8 @@ __all__ = [
     "Memory",
     "Method",
     "Negotiating",
+    "OuterOptimizer",
+    "OuterSteps",
     "Payload",
     "Proposal",
     "Route",
@@ -77,10 +82,12 @@ __all__ = [
     "get_ops",
     "make_config",
     "memories",
+    "outer_optimizers",
     "register_backend",
     "register_communicator",
     "register_compressor",
     "register_memory",
+    "register_outer_optimizer",
 ]
 
 __getattr__ = importer(

@@ -134,6 +134,9 @@ class TensorflowOps(ArrayOps):
     def floor(self, x: Array) -> Array:
         return tf.floor(x)
 
+    def sqrt(self, x: Array) -> Array:
+        return tf.sqrt(x)
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         dtype = next(self.dtype(v) for v in (a, b) if isinstance(v, tf.Tensor))
         return tf.where(condition, self.cast(a, dtype), self.cast(b, dtype))

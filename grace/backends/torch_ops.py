@@ -123,6 +123,10 @@ class TorchOps(ArrayOps):
     def floor(self, x: Array) -> Array:
         return x.floor()
 
+    def sqrt(self, x: Array) -> Array:
+        # PyTorch's own of float32 is not always rounded correctly.
+        return x.double().sqrt().to(x.dtype)
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         if isinstance(condition, bool):
             condition = self.constant(("condition", condition), lambda: self.full(1, condition, "uint8").bool()[0])

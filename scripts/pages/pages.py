@@ -28,6 +28,7 @@ import measurements  # noqa: F401
 import methods  # noqa: F401
 import moved_bytes  # noqa: F401
 import numpy as np
+import outer  # noqa: F401
 import quoted
 import recommended  # noqa: F401
 import reference  # noqa: F401

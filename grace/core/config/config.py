@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grace.core.config.outer import OuterSteps, make_outer
 from grace.core.config.registry import build, communicators, compressors, fields_of, memories
 from grace.core.config.schedule import ladder, ratio_of
 from grace.core.errors import MOST, ConfigError, GraceWarning, IncompatibleError, meant, nearest
@@ -179,7 +180,8 @@ class Config:
     golomb, bitmap, or the smallest of these. `timeout` is the number of seconds that a rank waits for the others before
     it raises WaitError. `checksum` gives every gathered buffer a checksum. Every `check_replicas` steps the ranks
     compare digests of their weights and shared states (0: never). Without `rollback` a memory is kept once instead of
-    twice, and starts from zero when a step is dropped.
+    twice, and starts from zero when a step is dropped. `outer` lets the ranks step on their own and exchange what their
+    weights have moved.
     """
 
     method: Method
@@ -195,6 +197,7 @@ class Config:
     checksum: bool = False
     check_replicas: int = 0
     rollback: bool = True
+    outer: OuterSteps | None = None
 
     def __post_init__(self) -> None:
         steps = [0, *(stage.step for stage in self.schedule)]
@@ -235,12 +238,13 @@ class Config:
             rules.append({**conditions, "match": list(rule.match), **_describe(rule.method)})
         rest = {name: getattr(self, name) for name in _TOP_LEVEL}
         schedule = [{"step": stage.step, **_describe(stage.method)} for stage in self.schedule]
-        return {**_describe(self.method), "rules": rules, "schedule": schedule, **rest}
+        outer = self.outer and self.outer.to_config()
+        return {**_describe(self.method), "rules": rules, "schedule": schedule, **rest, "outer": outer}
 
 
-_TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("method", "rules", "schedule")}
+_TOP_LEVEL = {f: t for f, t in fields_of(Config).items() if f not in ("method", "rules", "schedule", "outer")}
 # All keys of a configuration that do not describe the method of a tensor.
-TOP_LEVEL_KEYS = frozenset({*_TOP_LEVEL, "rules", "schedule", "warmup_steps"})
+TOP_LEVEL_KEYS = frozenset({*_TOP_LEVEL, "rules", "schedule", "warmup_steps", "outer"})
 
 
 def _describe(method: Method) -> dict[str, Any]:
@@ -259,7 +263,8 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     `compressor` changes the method of the configuration), `schedule` (a list of
     tables with `step` and the options or components that change there), `warmup_steps` (of DGC's falling
     compress_ratio), `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`,
-    `checksum`, `check_replicas`, `rollback`, and the options of the chosen components, such as `compress_ratio`.
+    `checksum`, `check_replicas`, `rollback`, `outer` (outer steps: the name of a preset, or a table with `every`), and
+    the options of the chosen components, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not
     work together.
     """
@@ -332,14 +337,19 @@ def _from_environment(text: str) -> Mapping[str, Any]:
 
 
 def _replace(config: Config, options: Mapping[str, Any]) -> Config:
+    changes = dict(options)
+    if "outer" in changes:
+        changes["outer"] = make_outer(changes["outer"])
     for key, value in options.items():
+        if key == "outer":
+            continue
         if key not in _TOP_LEVEL:
             raise ConfigError(
                 f"option '{key}' cannot be combined with a ready Config.{nearest(key, _TOP_LEVEL)} "
                 "To change it, pass a dictionary instead of the Config."
             )
         _check_option(key, value)
-    return dataclasses.replace(config, **options)
+    return dataclasses.replace(config, **changes)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -365,6 +375,7 @@ def _from_mapping(config: Mapping[str, Any]) -> Config:
     top = {key: values.pop(key) for key in list(values) if key in _TOP_LEVEL}
     for key, value in top.items():
         _check_option(key, value)
+    outer = make_outer(values.pop("outer", None))
     rules, schedule = (_tables(key, values.pop(key, [])) for key in ("rules", "schedule"))
     warmup = values.pop("warmup_steps", 0)
     if type(warmup) is not int or warmup < 0:
@@ -378,7 +389,7 @@ def _from_mapping(config: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{where}: expected the key 'step' with a whole number, received {step!r}.")
         stages.append(Stage(step, change_method(stages[-1].method, changes, where)))
     made = tuple(_make_rule(rule, i, method) for i, rule in enumerate(rules))
-    return Config(stages[0].method, made, tuple(stages[1:]), **top)
+    return Config(stages[0].method, made, tuple(stages[1:]), outer=outer, **top)
 
 
 def _tables(key: str, value: Any) -> Sequence[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Registries of compressors, memories and communicators by name, complete so that errors can list all names."""
+"""Registries of all kinds of components by name, complete so that errors can list all names."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from grace.core.errors import ConfigError, GraceWarning, fold, nearest
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
+from grace.core.methods.outer import OuterOptimizer
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -57,11 +58,12 @@ class About:
 class Registry(Generic[T]):
     """Registry of one kind of component: name -> class. Built-in ones are the modules of `package`.
 
-    Other distributions announce one in the entry-point group `grace.<plural>`, or register it at import.
+    Other distributions announce one in the entry-point group `grace.<plural>`, or register it at import. `listed` is a
+    sentence that says where all names are listed.
     """
 
-    def __init__(self, kind: str, plural: str, package: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, plural: str, package: str, listed: str = "") -> None:
+        self.kind, self._listed = kind, listed
         self._group = f"grace.{plural}"
         self._package = package
         self._classes: dict[str, type[T]] = {}
@@ -135,9 +137,7 @@ class Registry(Generic[T]):
         if not found and (broken := self._like(name, self._broken)):
             raise ConfigError(self._broken[broken[0]])
         if not found:
-            raise ConfigError(
-                f"unknown {self.kind} '{name}'.{nearest(name, self._classes)} `grace compressors` lists all."
-            )
+            raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(name, self._classes)}{self._listed}")
         if len(found) > 1:
             names = " or ".join(map(repr, found))
             raise ConfigError(f"{self.kind} '{name}' may be {names}; write one of them exactly.")
@@ -155,7 +155,7 @@ class Registry(Generic[T]):
                 return name
         raise ConfigError(
             f"{type(component).__qualname__} is not registered as a {self.kind}; "
-            f"decorate it with @grace.register_{self.kind}('name')."
+            f"decorate it with @grace.register_{self.kind.replace(' ', '_')}('name')."
         )
 
     def make(self, config: str | Mapping[str, Any] | T) -> T:
@@ -272,12 +272,15 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace.core.compressors")
-memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories")
-communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.communicators")
+_LISTED = " `grace compressors` lists all."
+compressors: Registry[Compressor] = Registry("compressor", "compressors", "grace.core.compressors", _LISTED)
+memories: Registry[Memory] = Registry("memory", "memories", "grace.core.memories", _LISTED)
+communicators: Registry[Communicator] = Registry("communicator", "communicators", "grace.core.communicators", _LISTED)
+outer_optimizers: Registry[OuterOptimizer] = Registry("outer optimizer", "outer_optimizers", "grace.core.outer")
 # The kinds of components that others may consist of.
 _INNER: dict[type, Registry[Any]] = {
     Compressor: compressors,
     Memory: memories,
     Communicator: communicators,
+    OuterOptimizer: outer_optimizers,
 }

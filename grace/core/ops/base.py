@@ -161,6 +161,10 @@ class Primitives(ABC):
         """Return the largest integers not above x, in x's dtype."""
 
     @abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """Return square roots of floats, in x's dtype; those of float64 may differ in the last bit."""
+
+    @abstractmethod
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         """Return a where the condition holds, else b; either may be a number."""
 

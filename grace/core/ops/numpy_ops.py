@@ -110,6 +110,9 @@ class NumpyOps(ArrayOps):
     def floor(self, x: Array) -> Array:
         return np.floor(x)
 
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return np.where(condition, a, b)
 

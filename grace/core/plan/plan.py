@@ -484,7 +484,8 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     method.coding.check(method.compressor.wire(spec), method.compressor)
     if modules and "norm" in method.memory.needs:
         raise IncompatibleError(
-            f"the modules of a sharded model are exchanged one by one, and {method.memory} needs the norm of all "
+            "the modules of a sharded model, and the fragments of outer steps, are exchanged one by one, and "
+            f"{method.memory} needs the norm of all "
             'their gradients. Leave clipping_norm = "all" out.'
         )
     reasons = unfit or (rule.reason if rule else ""), why

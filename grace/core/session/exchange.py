@@ -18,9 +18,11 @@ from grace.core.observe.statistics import scalars
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
+from grace.core.session.outer import OuterRun, OuterState, fragments_of
 from grace.core.session.start import describe
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.state.checkpoint import saved_carrying
+from grace.core.state.checks import check_saved
 from grace.core.state.merge import in_rank_order
 from grace.core.state.run import Run
 
@@ -57,6 +59,8 @@ class Exchange(ABC):
         self.config, self.rank, self.ranks, self.prefix = config, rank, ranks, prefix
         self._specs, self._runs, self._ops = specs, runs, ops
         self._delegate, self._world = delegate, world
+        #: The outer steps of the runs, if the ranks step on their own.
+        self.outers = [] if config.outer is None else [OuterRun(config.outer, run, specs) for run in runs]
         #: The configuration before each call of `change`.
         self.history: list[Config] = []
         #: The optimizers that apply the merged gradients, as far as they are known.
@@ -103,10 +107,21 @@ class Exchange(ABC):
 
     def _modules_for(self, ranks: Ranks) -> Modules | None:
         """Return the modules of the tensors with these ranks, if they are exchanged module by module."""
-        return None
+        return fragments_of(self.config, self._specs)
+
+    def outer_of(self, run: Run) -> OuterRun | None:
+        """Return the outer steps of a run; None if gradients are exchanged."""
+        return self.outers[self.runs.index(run)] if self.outers else None
+
+    def _check_idle(self, call: str) -> None:
+        """Raise StepError if gradients are being exchanged, when the call is not possible."""
+        for outer in self.outers:
+            outer.ground()
+        for run in self.runs:
+            run.check_idle(call)
 
     def _weights(self) -> Mapping[str, Array]:
-        """Return the weights, as far as the exchange knows them."""
+        """Return the weights that are equal on all ranks, as far as the exchange knows them."""
         return {}
 
     def _digest(self, x: Array) -> int:
@@ -141,14 +156,20 @@ class Exchange(ABC):
 
     def report(self) -> str:
         """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
-        return self.plan.report()
+        outer = f"outer steps: {self.config.outer}\n" if self.outers else ""
+        return f"{outer}{self.plan.report()}"
 
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
 
-        `grace.core.state.run.Run.stats` describes the keys.
+        `grace.core.state.run.Run.stats` describes the keys. With outer steps, the last step is the last meeting, and
+        the key `outer` has what `grace.core.session.outer.OuterRun.stats` describes.
         """
-        return self.run.stats()
+        return self._stats(self.run)
+
+    def _stats(self, run: Run) -> dict[str, Any]:
+        outer = self.outer_of(run)
+        return run.stats() if outer is None else {**run.stats(), "outer": outer.stats()}
 
     def scalars(self) -> dict[str, float]:
         """Return the main numbers of `stats` by name, for TensorBoard, Weights & Biases and other loggers.
@@ -169,8 +190,7 @@ class Exchange(ABC):
         """
         plan, where = None, f"{self.called}.change"
         with Handshake(lambda mine: self._gather([mine], "change", f"{where}()"), where) as handshake:
-            for run in self.runs:
-                run.check_idle("change")
+            self._check_idle("change")
             config = change_config(self.config, changes)
             if self._speaks:
                 for optimizer in self.optimizers:
@@ -203,7 +223,9 @@ class Exchange(ABC):
 
     def _digests(self, run: Run, weights: Mapping[str, Array]) -> dict[str, int]:
         """Return digests of weights and of a run's shared states."""
-        return {name: self._digest(x) for name, x in {**weights, **run.shared_states}.items()}
+        outer = self.outer_of(run)
+        met = {} if outer is None else outer.equal_arrays
+        return {name: self._digest(x) for name, x in {**weights, **run.shared_states, **met}.items()}
 
     @property
     def track_norms(self) -> bool:
@@ -230,7 +252,11 @@ class Exchange(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the states of this rank; every rank must save its own."""
-        return self.run.state_dict()
+        return self._saved(self.run)
+
+    def _saved(self, run: Run) -> dict[str, Any]:
+        outer = self.outer_of(run)
+        return run.state_dict() if outer is None else {**run.state_dict(), "outer": outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
         """Load a result of `state_dict`. Return whether the run continues exactly.
@@ -242,7 +268,7 @@ class Exchange(ABC):
         StateError if a state belongs to other tensors, methods, shapes or dtypes, or is damaged, or if a rank's state
         is missing; then nothing was loaded.
         """
-        self.run.check_idle("load_state_dict")
+        self._check_idle("load_state_dict")
         exact, notice = self._load(self.run, self.rank, state)
         if notice:
             self._warn(notice)
@@ -253,14 +279,38 @@ class Exchange(ABC):
 
         The caller warns at the end, because a warning may be an error.
         """
+        outer = self.outer_of(run)
+        if outer is not None:
+            outer.ground()
         if not isinstance(state, list):
+            check_saved(state)
+            met = self._outer_state(outer, [state], 0)
             exact = run.load_state_dict(state, self._place, self._plans_carrying)
-            return exact, "" if exact else self._of_another_rank(state, rank)
-        states = in_rank_order(state)
-        if len(states) == self.size:
-            return run.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
-        lost = self._merge(run, states)
-        return False, self._of_other_ranks(len(states), lost)
+            notice = "" if exact else self._of_another_rank(state, rank)
+        else:
+            states = in_rank_order(state)
+            met = self._outer_state(outer, states, max(rank, 0) if len(states) == self.size else None)
+            if len(states) == self.size:
+                exact, notice = run.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
+            else:
+                exact, notice = False, self._of_other_ranks(len(states), self._merge(run, states))
+        if outer is not None:
+            outer.restore(met)
+        return exact, notice
+
+    def _outer_state(
+        self, outer: OuterRun | None, states: Sequence[Mapping[str, Any]], number: int | None
+    ) -> OuterState | None:
+        """Return the state of outer steps in one of these saved states, or in all of them merged."""
+        saved = [state.get("outer") for state in states]
+        if outer is None:
+            if any(part is not None for part in saved):
+                raise StateError(
+                    "checkpoint: it was saved by a run with outer steps or local_steps, whose residuals are in units "
+                    "of the weights; load it with the same option outer or local_steps."
+                )
+            return None
+        return outer.merged(saved, self._place) if number is None else outer.loaded(saved[number], self._place)
 
     def _merge(self, run: Run, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Load the states of all ranks of a run with another number of ranks; return what could not be continued."""

@@ -18,6 +18,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.session.exchange import Exchange
+from grace.core.session.outer import check_outer, fragments_of
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
 from grace.core.state.checks import check_mapping, show
 from grace.core.state.merge import in_rank_order
@@ -182,11 +183,7 @@ def poll_all(runs: Sequence[Run]) -> None:
     advanced = True
     while advanced:
         # Every run takes its turn.
-        advanced = any(list(map(_poll, runs)))
-
-
-def _poll(run: Run) -> bool:
-    return run.current.poll()
+        advanced = any(list(map(Run.poll, runs)))
 
 
 class Simulation(Exchange):
@@ -194,8 +191,9 @@ class Simulation(Exchange):
 
     `tensors` has the shapes of float32 tensors by name, or a `TensorSpec` for each. `config` is what `make_config`
     takes, and `options` are further keys of it. `framework` names the kind of the arrays: "numpy", "torch",
-    "tensorflow", or a backend of your own. `average=False` leaves sums undivided. Raises ConfigError for fewer than one
-    rank, and the errors of `make_config`.
+    "tensorflow", or a backend of your own. `average=False` leaves sums undivided. With `outer` in the configuration,
+    the ranks exchange what their weights have moved: call `begin` once, and `step` with the weights of all ranks.
+    Raises ConfigError for fewer than one rank, and the errors of `make_config`.
 
     >>> import numpy as np
     >>> sim = Simulation(2, {"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
@@ -222,15 +220,21 @@ class Simulation(Exchange):
         size = operator.index(size)
         refuse_typos(options, type(self), "Simulation")
         made = make_config(config, **options)
+        check_outer(made, "Simulation", average=average)
         specs = as_specs(tensors)
-        stages = make_plans(specs, made, ranks=Ranks(size))
+        modules = fragments_of(made, specs)
+        stages = make_plans(specs, made, ranks=Ranks(size), modules=modules)
         self.network = _Network(size)
 
         def ops(device: str) -> ArrayOps:
             return get_ops(framework, device)
 
         transports = [SimulatedTransport(rank, self.network, ops("cpu")) for rank in range(size)]
-        runs = [Run(stages, ops, t, seed=made.seed, average=average, rollback=made.rollback) for t in transports]
+        members = modules and modules.members
+        runs = [
+            Run(stages, ops, t, seed=made.seed, average=average, rollback=made.rollback, modules=members)
+            for t in transports
+        ]
         super().__init__(made, specs, runs, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
         self.announce(stages)
 
@@ -240,7 +244,12 @@ class Simulation(Exchange):
         `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
         for a missing or unknown gradient, another shape or dtype, or a missing learning rate. A step that fails leaves
         all states as they were; with `rollback = false`, memories start from zero.
+
+        With `outer`, it takes the weights of all ranks after an inner step, and returns those to go on with: other ones
+        for tensors that have met.
         """
+        if self.outers:
+            return self._step_outer(gradients)
         if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
@@ -258,9 +267,33 @@ class Simulation(Exchange):
             run.commit(outcome)
         return [outcome.merged for outcome in outcomes]
 
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        """Start outer steps with these weights on all ranks. Raises StepError if one is missing or does not fit."""
+        for outer in self.outers:
+            outer.begin(weights)
+
+    def _step_outer(self, weights: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        before = [outer.state for outer in self.outers]
+        if self.outers[0].meets_next and is_due(self.run.completed, self.config.check_replicas):
+            self.check_replicas()
+        try:
+            for outer, mine in zip(self.outers, weights, strict=True):
+                outer.send(mine)
+            poll_all(self.runs)
+            landings = [outer.receive(mine) for outer, mine in zip(self.outers, weights, strict=True)]
+        except BaseException:
+            for outer, run, state in zip(self.outers, self.runs, before, strict=True):
+                run.discard()
+                outer.restore(state)
+            self.network.drop()
+            raise
+        return [
+            outer.commit(landing, mine) for outer, landing, mine in zip(self.outers, landings, weights, strict=True)
+        ]
+
     def stats(self, rank: int = 0) -> dict[str, Any]:
-        """Return the statistics of a rank in the last step; see `grace.core.state.run.Run.stats`."""
-        return self.runs[rank].stats()
+        """Return the statistics of a rank in the last step; see `grace.core.session.exchange.Exchange.stats`."""
+        return self._stats(self.runs[rank])
 
     def scalars(self, rank: int = 0) -> dict[str, float]:
         """Return the main numbers of a rank in the last step; see `grace.core.session.exchange.Exchange.scalars`."""
@@ -268,15 +301,14 @@ class Simulation(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the states of all ranks: the key "ranks" has a list with one mapping per rank."""
-        return {"ranks": [run.state_dict() for run in self.runs]}
+        return {"ranks": [self._saved(run) for run in self.runs]}
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> bool:
         """Load a result of `state_dict`, or a list with the states of all ranks of any run.
 
         See `grace.core.session.exchange.Exchange.load_state_dict`.
         """
-        for run in self.runs:
-            run.check_idle("load_state_dict")
+        self._check_idle("load_state_dict")
         ranks = state if isinstance(state, list) else check_mapping(state, "the state of a simulation").get("ranks")
         if not isinstance(ranks, Sequence) or not ranks:
             raise StateError(
@@ -286,11 +318,14 @@ class Simulation(Exchange):
         alone = ranks is not state and len(ranks) == self.size
         given = ranks if alone else [in_rank_order(ranks)] * self.size
         before = [run.states for run in self.runs]
+        outer_states = [outer.now for outer in self.outers]
         try:
             loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.runs, given, strict=True))]
         except Exception:
             for run, states in zip(self.runs, before, strict=True):
                 run.discard(states)
+            for outer, state_before in zip(self.outers, outer_states, strict=True):
+                outer.restore(state_before)
             raise
         notice = next((text for _, text in loaded if text), "")
         if notice:

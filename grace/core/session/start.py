@@ -14,6 +14,7 @@ from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
+from grace.core.session.outer import check_outer, fragments_of, refuse_outer
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, HandshakeTransport
@@ -102,13 +103,20 @@ class Session(Handshake):
         average: bool,
         delegate: Callable[[Assignment], bool] = lambda item: False,
         modules: Modules | None = None,
+        outer: bool = False,
     ) -> Run:
         """Return the run of this process, and describe its exchange to the other ranks.
 
         The arguments are those of `Run` and `Exchange`. `modules` has the module of each tensor, if the framework
-        reduces a model module by module.
+        reduces a model module by module. `outer` says that outer steps are possible. Raises ConfigError if they are
+        not, and the configuration has some.
         """
         config, transport = self.config, self.transport
+        if not outer:
+            refuse_outer(config, self._where)
+        elif config.outer is not None:
+            check_outer(config, self._where, average=average)
+            modules = fragments_of(config, specs)
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
         self.local.update(describe(config, specs, [plan for _, plan in plans], ops))
         run = Run(

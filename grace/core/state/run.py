@@ -65,7 +65,8 @@ class Run:
         transport.explain = self._explain
         self.times = times or Times()
         # It is called several times per unit and step, and looks at the environment each time.
-        self._ops = functools.cache(ops)
+        #: The array operations of a device.
+        self.ops = self._ops = functools.cache(ops)
         self._seed, self._average, self._rollback, self._modules = seed, average, rollback, modules
         #: True if a step measures the norms of compressed gradients and of their errors, for `stats`.
         self.track_norms = False
@@ -132,6 +133,10 @@ class Run:
                 times=self.times,
             )
         return self._current[module]
+
+    def poll(self) -> bool:
+        """Advance the steps under way by what has arrived; see `Step.poll`."""
+        return any(list(map(Step.poll, self._current.values())))
 
     def check_idle(self, call: str) -> None:
         """Raise StepError if a step is under way, when the call is not possible."""

@@ -1,0 +1,295 @@
+"""Outer steps as a user describes them: when the ranks meet, with which tensors, and what they make of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core.config.registry import build, fields_of, outer_optimizers
+from grace.core.errors import ConfigError, fold, nearest
+from grace.core.methods.outer import OuterOptimizer
+from grace.core.spec import TensorSpec
+
+_DILOCO = {"optimizer": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
+#: Outer steps by the name that publications and other libraries give them.
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "update": {"every": 1, "optimizer": "average"},
+    "local_sgd": {"every": 8, "optimizer": "average"},
+    "post_local_sgd": {"every": 4, "optimizer": "average", "warmup": 100},
+    "diloco": {"every": 500, **_DILOCO},
+    "streaming_diloco": {"every": 100, **_DILOCO, "fragments": 4, "delay": 5, "alpha": 0.5},
+    "muloco": {"every": 30, **_DILOCO, "lr": 0.8},
+}
+# What other libraries call an option, with ours.
+_FOREIGN = {
+    **dict.fromkeys(
+        ("syncevery", "syncsteps", "localsteps", "localsgdsteps", "h", "period", "syncinterval", "dilocosyncperiod"),
+        "every",
+    ),
+    **dict.fromkeys(("synchronizationperiod", "numinnersteps"), "every"),
+    **dict.fromkeys(
+        ("numfragments", "modelfragments", "numdilocofragments", "modulefqnspermodelfragment"), "fragments"
+    ),
+    **dict.fromkeys(("fragmentsyncdelay", "numcommunicationoverlappingsteps", "tau"), "delay"),
+    **dict.fromkeys(("fragmentupdatealpha", "communicationoverlappingalpha"), "alpha"),
+    **dict.fromkeys(("outerlr", "dilocoouterlr", "slowlr"), "lr"),
+    **dict.fromkeys(("outermomentum", "dilocooutermomentum", "blockmomentum", "slowmomentum"), "momentum"),
+    **dict.fromkeys(("outeroptimizer", "method", "name"), "optimizer"),
+    **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
+}
+# The same, of options of the configuration.
+_ELSEWHERE = {
+    **dict.fromkeys(("errordecay", "efdecay"), "beta of the memory residual, next to 'compressor': {'beta': 0.95}"),
+    **dict.fromkeys(("shouldquantize", "quantizationbins"), "a compressor of the configuration, such as 'eightbit'"),
+    **dict.fromkeys(("bucketcapmb", "usebucketization"), "bucket_bytes of the configuration"),
+}
+#: An entry of `OuterSteps.fragments`: the patterns of one fragment.
+Patterns = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OuterSteps:
+    """Steps of each rank on its own, and meetings at which the ranks exchange what their weights have moved.
+
+    `optimizer` makes the new weights of the mean change. `every` is the number of inner steps H between two meetings of
+    a tensor, or pairs (s, H): H from inner step s on. `fragments` cuts the tensors into as many parts of about equal
+    size, or names the tensors or modules of each part by shell patterns; the parts take turns and meet every H /
+    fragments steps. `delay` is the number of inner steps between sending a change and applying the result, which hides
+    the exchange behind computation. `alpha` is the share of a rank's own weights in the weights after a meeting; 0
+    takes the common ones. In the first `warmup` steps, all tensors meet after every step and take the plain mean.
+
+    Raises ConfigError for numbers that do not divide, because rounding them would train something else.
+    """
+
+    optimizer: OuterOptimizer
+    every: int | tuple[tuple[int, int], ...] = 1
+    fragments: int | tuple[Patterns, ...] = 1
+    delay: int = 0
+    alpha: float = 0.0
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(
+                f"outer: fragments must be at least 1, or a list of patterns, received {self.fragments!r}."
+            )
+        for name in ("delay", "warmup"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"outer: {name} is a number of steps, at least 0; received {getattr(self, name)!r}.")
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(
+                f"outer: alpha is the share of a rank's own weights and must lie in [0, 1], received {self.alpha!r}."
+            )
+        self._check_phases()
+
+    def _check_phases(self) -> None:
+        phases = self.phases
+        starts = [start for start, _ in phases]
+        if not isinstance(self.every, int) and self.warmup:
+            raise ConfigError(
+                f"outer: every = {self.every!r} says itself what the first steps do; leave warmup = {self.warmup} out."
+            )
+        if starts != sorted(set(starts)) or not starts or starts[0] != self.warmup:
+            raise ConfigError(f"outer: expected steps from 0 on, in ascending order, in every, received {starts}.")
+        for _, every in phases:
+            if every < 1:
+                raise ConfigError(f"outer: every must be at least 1 inner step, received {every!r}.")
+            if every % self.count:
+                raise ConfigError(
+                    f"outer: every = {every} is no multiple of {self.count} fragments, so they cannot meet equally "
+                    f"often; set every = {every - every % self.count or self.count} or "
+                    f"{every - every % self.count + self.count}."
+                )
+            if self.delay >= every // self.count:
+                raise ConfigError(
+                    f"outer: delay = {self.delay} must be less than every / fragments = {every // self.count}, or a "
+                    "meeting would begin before the last one is over."
+                )
+        for (start, every), (end, _) in itertools.pairwise(phases):
+            if (end - start) % every:
+                raise ConfigError(
+                    f"outer: every changes at step {end}, in the middle of a period of {every} steps that began with "
+                    f"step {start}; change it at step {end - (end - start) % every + every}."
+                )
+
+    @property
+    def count(self) -> int:
+        """Number of fragments."""
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+
+    @property
+    def phases(self) -> list[tuple[int, int]]:
+        """First inner step and period of each phase after the warm-up."""
+        return [(self.warmup, self.every)] if isinstance(self.every, int) else list(self.every)
+
+    def meetings(self, step: int) -> Sequence[int]:
+        """Return the fragments whose changes are sent after inner step `step`; the first step is 1."""
+        if step <= self.warmup:
+            return range(self.count)
+        start, every = next((start, every) for start, every in reversed(self.phases) if start < step)
+        number, off = divmod(step - start, every // self.count)
+        return () if off else ((number - 1) % self.count,)
+
+    def delay_after(self, step: int) -> int:
+        """Return the inner steps between sending after inner step `step` and applying."""
+        return 0 if step <= self.warmup else self.delay
+
+    def is_exact(self, step: int) -> bool:
+        """Return whether what meets after inner step `step` takes the common weights at once, and nothing else."""
+        return step <= self.warmup or not (self.delay or self.alpha)
+
+    def divide(self, specs: Sequence[TensorSpec]) -> list[list[str]]:
+        """Return the names of the tensors of each fragment.
+
+        Raises ConfigError if a fragment has no tensor, or a tensor no fragment.
+        """
+        if isinstance(self.fragments, int):
+            return _in_parts(specs, self.fragments)
+        found: list[list[str]] = [[] for _ in self.fragments]
+        for spec in specs:
+            fits = [i for i, patterns in enumerate(self.fragments) if _names(patterns, spec.name)]
+            if not fits:
+                raise ConfigError(
+                    f"outer: no fragment has the tensor '{spec.name}', and it would never be exchanged; add a pattern "
+                    "for it, or '*' to the last fragment."
+                )
+            found[fits[0]].append(spec.name)
+        for patterns, names in zip(self.fragments, found, strict=True):
+            if not names:
+                raise ConfigError(
+                    f"outer: the fragment {patterns!r} has no tensor; expected names such as '{specs[0].name}'."
+                )
+        return found
+
+    def to_config(self) -> dict[str, Any]:
+        """Return a JSON-able description: make_outer(outer.to_config()) == outer."""
+        values = {name: getattr(self, name) for name in _OPTIONS}
+        if not isinstance(self.every, int):
+            values["every"] = {str(step): every for step, every in self.every}
+        if not isinstance(self.fragments, int):
+            values["fragments"] = [p if isinstance(p, str) else list(p) for p in self.fragments]
+        return {"optimizer": outer_optimizers.config_of(self.optimizer), **values}
+
+    def __str__(self) -> str:
+        phases = [
+            (f"every {every} steps" if every > 1 else "after every step") + (f" from step {start} on" if start else "")
+            for start, every in self.phases
+        ]
+        parts = [", ".join(phases), str(self.optimizer)]
+        if self.warmup:
+            parts.append(f"mean after every step in the first {self.warmup}")
+        if self.count > 1:
+            parts.append(f"{self.count} fragments")
+        if self.delay:
+            parts.append(f"applied {self.delay} steps later")
+        if self.alpha:
+            parts.append(f"{self.alpha:g} of the rank's own weights kept")
+        return "; ".join(parts)
+
+
+_OPTIONS = {f: t for f, t in fields_of(OuterSteps).items() if f != "optimizer"}
+
+
+def make_outer(value: Any) -> OuterSteps | None:
+    """Return outer steps from the name of a preset, a table, a ready value, or None for none.
+
+    A table has the fields of `OuterSteps`, the options of the outer optimizer, and perhaps `preset`, whose options the
+    others replace. `lr` and `momentum` without `optimizer` mean SGD, and nothing at all the mean. Raises ConfigError.
+    """
+    if value is None or isinstance(value, OuterSteps):
+        return value
+    if isinstance(value, str):
+        return _from_table(_preset(value))
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"outer: expected the name of a preset or a table such as {{'every': 30, 'lr': 0.7}}, received {value!r}."
+        )
+    values = dict(value)
+    preset = values.pop("preset", None)
+    if preset is not None:
+        if not isinstance(preset, str):
+            raise ConfigError(f"outer: expected the name of a preset, received {preset!r}.")
+        before = _preset(preset)
+        if "optimizer" in values:
+            before = {key: x for key, x in before.items() if key in _OPTIONS}
+        values = {**before, **values}
+    return _from_table(values)
+
+
+def _preset(name: str) -> Mapping[str, Any]:
+    found = next((preset for preset in PRESETS if fold(preset) == fold(name)), None)
+    if found is None:
+        raise ConfigError(f"outer: unknown preset '{name}'.{nearest(name, PRESETS)}")
+    return PRESETS[found]
+
+
+def _from_table(values: Mapping[str, Any]) -> OuterSteps:
+    own = {key: x for key, x in values.items() if key in _OPTIONS}
+    flat = {key: x for key, x in values.items() if key not in (*own, "optimizer")}
+    chosen = values.get("optimizer", "sgd" if {*flat} & {*fields_of(outer_optimizers.get("sgd"))} else "average")
+    if isinstance(chosen, str):
+        chosen = {"name": chosen}
+    valid: list[str] = []
+    if isinstance(chosen, Mapping) and isinstance(chosen.get("name"), str):
+        valid = list(fields_of(outer_optimizers.get(chosen["name"])))
+        chosen = {**{key: flat.pop(key) for key in list(flat) if key in valid and key not in chosen}, **chosen}
+    for key in flat:
+        raise ConfigError(
+            f"outer: there is no option '{key}'.{_instead(key, [*_OPTIONS, 'optimizer', 'preset', *valid])}"
+        )
+    if "every" in own:
+        own["every"] = _phases(own["every"])
+    if "fragments" in own and not isinstance(own["fragments"], int | str):
+        own["fragments"] = tuple(tuple(p) if isinstance(p, list) else p for p in own["fragments"])
+    return build(OuterSteps, {"optimizer": chosen, **own}, "outer")
+
+
+def _instead(key: object, valid: Sequence[str]) -> str:
+    """Return the end of an error on an unknown option: its name here, if another library has it."""
+    word = fold(str(key))
+    if word in _ELSEWHERE:
+        return f" What other libraries call '{key}' is {_ELSEWHERE[word]}."
+    if word in _FOREIGN:
+        return f" What other libraries call '{key}' is '{_FOREIGN[word]}' here."
+    return nearest(key, valid)
+
+
+def _phases(every: Any) -> Any:
+    """Return `every` as pairs of numbers if it is a table of steps, of which JSON and TOML make texts."""
+    if not isinstance(every, Mapping):
+        return every
+    if not every or not all(str(step).isdecimal() for step in every):
+        raise ConfigError(
+            "outer: expected a number for every, or a table of periods by step such as {1000: 30}, received "
+            f"{every!r}."
+        )
+    made = sorted((int(step), period) for step, period in every.items())
+    # Before the first step that it names, the ranks meet after every step.
+    return tuple(made) if made[0][0] == 0 else ((0, 1), *made)
+
+
+def _names(patterns: Patterns, name: str) -> bool:
+    """Return whether one of the patterns fits a tensor, or a module that it belongs to."""
+    modules = [*itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")]
+    each = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatch.fnmatchcase(module, pattern) for module in modules for pattern in each)
+
+
+def _in_parts(specs: Sequence[TensorSpec], count: int) -> list[list[str]]:
+    """Return the names of tensors in `count` runs of about equal numbers of elements, none of them empty."""
+    if count > len(specs):
+        raise ConfigError(f"outer: {count} fragments need as many tensors, and there are {len(specs)}; use fewer.")
+    parts: list[list[str]] = [[]]
+    total, before = sum(spec.numel for spec in specs), 0
+    for i, spec in enumerate(specs):
+        left = len(specs) - i
+        # The middle of the tensor lies beyond the part.
+        full = count * (2 * before + spec.numel) >= 2 * len(parts) * total
+        if parts[-1] and len(parts) < count and (full or left == count - len(parts)):
+            parts.append([])
+        parts[-1].append(spec.name)
+        before += spec.numel
+    return parts

@@ -1,0 +1,454 @@
+"""`OuterRun`: the meetings of a run whose ranks step on their own, and the weights at the last of them.
+
+Between two meetings, every rank trains on its own. At a meeting, it sends d = (weights after the last meeting - weights
+now) by an ordinary step of its run, so that every method and its states apply: the residual is in units of the weights.
+The outer optimizer makes the new weights of the mean of all d. Momentum of the inner optimizer stays local. With the
+mean of the weights and a compressor, this is Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from grace.core.config.config import Config
+from grace.core.config.outer import OuterSteps
+from grace.core.errors import ConfigError, StateError, StepError
+from grace.core.ops.composites import ArrayOps
+from grace.core.outer.average import Average
+from grace.core.plan.plan import Modules
+from grace.core.spec import Array, State, TensorSpec
+from grace.core.state.checks import check_mapping, check_number, convert_state, show, unreadable
+from grace.core.state.merge import shares
+from grace.core.state.run import Run
+from grace.core.step.step import Outcome
+
+#: Makes a saved array one of the form of the current one.
+Convert: TypeAlias = Callable[[Array, Array], Array]
+
+_MEAN = Average()
+
+
+def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
+    """Return the fragments of outer steps as modules of a run; None if all tensors meet at once."""
+    if config.outer is None:
+        return None
+    parts = config.outer.divide(specs)
+    return Modules({name: f"fragment {i}" for i, part in enumerate(parts) for name in part}) if len(parts) > 1 else None
+
+
+def check_outer(config: Config, where: str, *, average: bool) -> None:
+    """Raise ConfigError if outer steps cannot be combined with the rest of a configuration, or with sums."""
+    if config.outer is None:
+        return
+    if not average:
+        raise ConfigError(
+            f"{where}: local_steps and outer average the change of the weights and need the mean as op, received a "
+            "sum; leave op out."
+        )
+    needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
+    if needing:
+        raise ConfigError(
+            f"{where}: with local_steps or outer, the residual already includes the learning rate, and {needing[0]} "
+            "would correct it for the learning rate again; leave lr_correction out."
+        )
+
+
+def refuse_outer(config: Config, where: str) -> None:
+    """Raise ConfigError if the configuration has outer steps, for a front end that cannot take them."""
+    if config.outer is not None:
+        raise ConfigError(
+            f"{where}: it exchanges gradients and cannot take outer steps ({config.outer}); leave outer out of the "
+            "configuration. docs/outer_steps.md lists what can."
+        )
+
+
+def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -> dict[str, Any]:
+    """Return the options of a configuration with the argument `local_steps`, the short form of `outer`.
+
+    Raises ConfigError if it is less than 1, or if both are given.
+    """
+    if local_steps == 1:
+        return dict(options)
+    if local_steps < 1:
+        raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
+    if options.get("outer") is not None:
+        raise ConfigError(
+            f"{where}: local_steps = {local_steps} is the short form of outer = {{'every': {local_steps}}}; leave one "
+            "of them out."
+        )
+    return {**options, "outer": {"every": local_steps}}
+
+
+class Flight(NamedTuple):
+    """Changes on their way: the inner step after which they were sent, and d by tensor; resting ones have none."""
+
+    sent: int
+    changes: Mapping[str, Array]
+
+
+class OuterState(NamedTuple):
+    """Everything that outer steps keep, as one value; no array in it is ever changed.
+
+    `steps` counts the inner steps, and `met` is their number at the last meeting. `anchors` has the flat weights after
+    the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer.
+    """
+
+    steps: int
+    met: int
+    rounds: int
+    anchors: Mapping[str, Array]
+    kept: Mapping[str, State]
+    flight: Flight | None = None
+
+
+class Landing(NamedTuple):
+    """Result of a meeting, before it is committed: flat weights by tensor, the new state, the outcomes by module."""
+
+    weights: dict[str, Array]
+    state: OuterState
+    outcomes: Mapping[str, Outcome]
+
+
+class OuterRun:
+    """The outer steps of one rank over its run, whose modules are the fragments.
+
+    A front end says `begin(weights)` once, and `send(weights)` after each inner step; what `receive(weights)` returns
+    are weights to write, and `commit` makes them count. `weights` has all tensors by name, in any shape.
+    """
+
+    def __init__(self, outer: OuterSteps, run: Run, specs: Sequence[TensorSpec]) -> None:
+        self.outer, self._run = outer, run
+        self._specs = {spec.name: spec for spec in specs}
+        parts = outer.divide(specs)
+        self._fragments = {f"fragment {i}" if len(parts) > 1 else "": part for i, part in enumerate(parts)}
+        self._state: OuterState | None = None
+        # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
+        self._started = False
+        # Bytes sent and inner steps taken in this process.
+        self._sent = self._taken = 0
+        # How far this rank was from the others at the last meeting, if the run tracks norms.
+        self._spread: dict[str, float | None] = {"distance": None, "cosine": None}
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> OuterState:
+        """Everything that it keeps. Raises StepError before `begin`."""
+        if self._state is None:
+            raise StepError(
+                "outer steps exchange what weights have moved, and the weights at the start are not known; call "
+                "begin(weights) before the first step."
+            )
+        return self._state
+
+    @property
+    def now(self) -> OuterState | None:
+        """Everything that it keeps; None before `begin`."""
+        return self._state
+
+    @property
+    def meets_next(self) -> bool:
+        """True if tensors meet after the next inner step."""
+        return bool(self.outer.meetings(self.state.steps + 1))
+
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        """Start with these weights, equal on all ranks; earlier steps are forgotten.
+
+        Raises StepError if weights are missing or unknown, or have another shape or dtype.
+        """
+        self._check_names(weights)
+        flat = {name: self._flat(name, weights) for name in self._specs}
+        kept = {name: self._first_state(name, x) for name, x in flat.items()}
+        anchors = {name: self._ops(name).copy(x) for name, x in flat.items()}
+        self.restore(OuterState(0, 0, 0, anchors, kept))
+
+    def restore(self, state: OuterState | None) -> None:
+        """Go on with an earlier state of this object, or of a checkpoint; a flight in it is sent again."""
+        self._state, self._started = state, False
+
+    def before(self, weights: Mapping[str, Array]) -> None:
+        """Read the weights again where they are those of the last meeting, before an inner step.
+
+        They may have been loaded or broadcast since.
+        """
+        state = self.state
+        fresh = self._fresh(state)
+        if fresh:
+            read = {name: self._ops(name).copy(self._flat(name, weights)) for name in fresh}
+            self._state = state._replace(anchors={**state.anchors, **read})
+        self._poll()
+
+    def send(self, weights: Mapping[str, Array], resting: Collection[str] = ()) -> None:
+        """Count an inner step, and start the exchange of the tensors that meet after it.
+
+        `resting` names tensors that train on no rank: they keep their weights and states.
+        """
+        self._check_names(weights)
+        state = self.state
+        step = state.steps + 1
+        self._poll()
+        flight = state.flight
+        due = self.outer.meetings(step)
+        if due:
+            changes = {
+                name: state.anchors[name] - self._flat(name, weights)
+                for name in self._tensors(due)
+                if name not in resting
+            }
+            flight, self._started = Flight(step, changes), False
+        self._state = state._replace(steps=step, flight=flight)
+        self._taken += 1
+        self._poll()
+
+    def receive(self, weights: Mapping[str, Array]) -> Landing | None:
+        """Complete the meeting that is due after this inner step, if any; waits for the other ranks."""
+        state = self.state
+        flight = state.flight
+        if flight is None or state.steps < flight.sent + self.outer.delay_after(flight.sent):
+            return None
+        self._poll()
+        outcomes = {module: self._run.current_of(module).finish() for module in self._modules(flight.sent)}
+        merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
+        if self._run.track_norms:
+            self._spread = self._spread_of(flight.changes, merged)
+        anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
+        for name in flight.changes:
+            change = self._ops(name).reshape(merged[name], (-1,))
+            anchors[name], kept[name], written[name] = self._meet(name, flight.sent, change, weights)
+        new = state._replace(met=state.steps, rounds=state.rounds + 1, anchors=anchors, kept=kept, flight=None)
+        return Landing(written, new, outcomes)
+
+    def commit(self, landing: Landing | None, weights: Mapping[str, Array]) -> dict[str, Array]:
+        """Go on with the result of a meeting, if there was one; return the weights to go on with, in their shapes.
+
+        Those of tensors that have met are new arrays.
+        """
+        if landing is None:
+            return dict(weights)
+        for module, outcome in landing.outcomes.items():
+            self._run.commit(outcome, module)
+            self._sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
+        self._state, self._started = landing.state, False
+        return {**weights, **{name: self._shaped(name, self._ops(name).copy(x)) for name, x in landing.weights.items()}}
+
+    def drop(self) -> dict[str, Array]:
+        """Forget all steps since the last meeting, and what is on its way; return the weights to go on with.
+
+        The run must have dropped its steps.
+        """
+        state = self.state
+        self.restore(state._replace(steps=state.met, flight=None))
+        return dict(state.anchors)
+
+    def ground(self) -> None:
+        """Let what is on its way arrive, and forget the result: the states of the run can then be replaced.
+
+        It is sent again after the next inner step, with the same result unless the states have changed.
+        """
+        if self._started and self.state.flight is not None:
+            for module in self._modules(self.state.flight.sent):
+                self._run.current_of(module).finish()
+            self._run.discard()
+        self._started = False
+
+    def _meet(self, name: str, sent: int, change: Array, weights: Mapping[str, Array]) -> tuple[Array, State, Array]:
+        """Return the anchor, the state and the weights of a tensor after a meeting whose changes were sent then."""
+        ops, spec, state = self._ops(name), self._specs[name], self.state
+        anchor, change = (ops.cast(x, spec.work_dtype) for x in (state.anchors[name], change))
+        optimizer = _MEAN if sent <= self.outer.warmup else self.outer.optimizer
+        new, kept = optimizer.step(ops, anchor, change, state.kept[name])
+        common = ops.cast(new, spec.dtype)
+        if sent <= self.outer.warmup or not self.outer.alpha:
+            return common, kept, common
+        own = ops.cast(self._flat(name, weights), spec.work_dtype)
+        mixed = ops.weighted_sum(own, self.outer.alpha, new, 1 - self.outer.alpha)
+        return common, kept, ops.cast(mixed, spec.dtype)
+
+    def _poll(self) -> None:
+        """Start the exchange of the flight, and go on with its rounds that have arrived."""
+        flight = self.state.flight
+        if flight is None:
+            return
+        if self._started:
+            self._run.poll()
+            return
+        self._started = True
+        for module in self._modules(flight.sent):
+            step = self._run.current_of(module)
+            for name in self._fragments[module]:
+                if name in flight.changes:
+                    step.ready(name, self._shaped(name, flight.changes[name]))
+                else:
+                    step.rest(name)
+
+    def _spread_of(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> dict[str, float | None]:
+        """Return |d - mean d| / |mean d| and the cosine between d and mean d, over all tensors that have met."""
+        sums = {"own": 0.0, "mean": 0.0, "both": 0.0}
+        for name, change in own.items():
+            ops = self._ops(name)
+            a, b = (ops.cast(ops.reshape(x, (-1,)), "float64") for x in (change, mean[name]))
+            for key, x in (("own", a * a), ("mean", b * b), ("both", a * b)):
+                sums[key] += float(ops.sum(x))
+        if not (sums["own"] and sums["mean"]):
+            return {"distance": None, "cosine": None}
+        apart = max(0.0, sums["own"] - 2 * sums["both"] + sums["mean"])
+        return {
+            "distance": math.sqrt(apart / sums["mean"]),
+            "cosine": sums["both"] / math.sqrt(sums["own"] * sums["mean"]),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Return `steps` (inner steps), `rounds` (meetings), and what this rank sends per inner step on the average.
+
+        `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last
+        meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
+        from the others. Both are None unless `track_norms` was set.
+        """
+        state = self.state
+        sent = self._sent / self._taken if self._taken else 0.0
+        return {"steps": state.steps, "rounds": state.rounds, "bytes_per_step": sent, **self._spread}
+
+    # --- what belongs where -----------------------------------------------------------------------------------------
+
+    def _ops(self, name: str) -> ArrayOps:
+        return self._run.ops(self._specs[name].device)
+
+    def _check_names(self, weights: Mapping[str, Array]) -> None:
+        if weights.keys() != self._specs.keys():
+            names = ", ".join(sorted(map(repr, weights.keys() ^ self._specs.keys()))[:5])
+            raise StepError(f"outer steps: expected the weights of all tensors, and {names} only on one side.")
+
+    def _flat(self, name: str, weights: Mapping[str, Array]) -> Array:
+        ops, spec, x = self._ops(name), self._specs[name], weights[name]
+        if tuple(x.shape) != spec.shape or ops.dtype(x) != spec.dtype:
+            raise StepError(
+                f"outer steps: expected weights of {spec.dtype} and shape {spec.shape} for tensor '{name}', received "
+                f"{ops.dtype(x)} {tuple(x.shape)}; pass the weights as they were when the exchange was made."
+            )
+        return ops.reshape(x, (-1,))
+
+    def _shaped(self, name: str, flat: Array) -> Array:
+        return self._ops(name).reshape(flat, self._specs[name].shape)
+
+    def _first_state(self, name: str, flat: Array) -> State:
+        ops = self._ops(name)
+        return self.outer.optimizer.init(ops, ops.cast(flat, self._specs[name].work_dtype))
+
+    def _modules(self, step: int) -> list[str]:
+        """Return the modules of the fragments that meet after an inner step."""
+        modules = list(self._fragments)
+        return [modules[i] for i in self.outer.meetings(step)]
+
+    def _tensors(self, fragments: Sequence[int]) -> list[str]:
+        parts = list(self._fragments.values())
+        return [name for i in fragments for name in parts[i]]
+
+    def _fresh(self, state: OuterState) -> list[str]:
+        """Return the tensors whose weights are their anchors: no inner step was taken since they have met."""
+        if not state.steps:
+            return list(self._specs)
+        return self._tensors(self.outer.meetings(state.steps)) if self.outer.is_exact(state.steps) else []
+
+    @property
+    def equal_arrays(self) -> dict[str, Array]:
+        """The arrays that are equal on all ranks: the weights after the last meeting, and the outer states."""
+        state = self.state
+        kept = {f"{key} of the outer optimizer of {n}": x for n, own in state.kept.items() for key, x in own.items()}
+        return {**state.anchors, **kept}
+
+    # --- checkpoint ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it keeps; with a change on its way, the change itself, which is then sent again."""
+        state = self.state
+        saved: dict[str, Any] = {key: getattr(state, key) for key in ("steps", "met", "rounds", "anchors", "kept")}
+        if state.flight is not None:
+            saved["flight"] = {"sent": state.flight.sent, "changes": dict(state.flight.changes)}
+        return saved
+
+    def loaded(self, saved: Any, convert: Convert) -> OuterState:
+        """Return a saved state in the form of this rank's; `convert` is as for `Run.load_state_dict`.
+
+        Raises StateError if it belongs to other tensors or another outer optimizer, or is damaged.
+        """
+        if saved is None:
+            raise StateError(
+                "checkpoint: expected the state of a run with outer steps or local_steps, received one without the key "
+                "'outer'; load a checkpoint that was saved with the same outer steps."
+            )
+        state = check_mapping(saved, "outer")
+        counts = {key: state.get(key) for key in ("steps", "met", "rounds")}
+        for key, count in counts.items():
+            check_number(count, f"outer, {key}")
+        zeros = {name: self._ops(name).zeros(spec.numel, spec.dtype) for name, spec in self._specs.items()}
+        anchors = self._loaded("anchors", state.get("anchors"), zeros, convert)
+        tables = check_mapping(state.get("kept"), "outer, kept")
+        _check_names("kept", tables, self._specs)
+        kept = dict[str, State]()
+        for name, zero in zeros.items():
+            what, first = f"outer optimizer of '{name}'", self._first_state(name, zero)
+            _check_arrays(what, check_mapping(tables[name], what), first)
+            kept[name] = convert_state(what, tables[name], first, convert, self._ops(name))
+        flight = None
+        if state.get("flight") is not None:
+            sent, changes = (check_mapping(state["flight"], "outer, flight").get(k) for k in ("sent", "changes"))
+            check_number(sent, "outer, flight, sent", 1)
+            sending = check_mapping(changes, "outer, changes")
+            meeting = self._tensors(self.outer.meetings(int(str(sent))))
+            expected = {name: zeros[name] for name in meeting if name in sending}
+            flight = Flight(int(str(sent)), self._loaded("changes", sending, expected, convert))
+        steps, met, rounds = (int(str(count)) for count in counts.values())
+        return OuterState(steps, met, rounds, anchors, kept, flight)
+
+    def _loaded(self, key: str, saved: Any, expected: State, convert: Convert) -> State:
+        """Return one saved array per tensor in the form of those that are expected."""
+        given = check_mapping(saved, f"outer, {key}")
+        _check_names(key, given, expected)
+        _check_arrays(f"outer, {key}", given, expected)
+        return {
+            name: convert_state(name, {name: given[name]}, {name: x}, convert, self._ops(name))[name]
+            for name, x in expected.items()
+        }
+
+    def merged(self, states: Sequence[Any], convert: Convert) -> OuterState:
+        """Return the state of this rank from those of all ranks of a run with another number of ranks.
+
+        What is on its way becomes the mean over the ranks that this one continues, as residuals do.
+        """
+        parts = shares(self._run.transport.rank, self._run.transport.size, len(states))
+        each = [(self.loaded(states[rank], convert), weight) for rank, weight in parts]
+        first = each[0][0]
+        if first.flight is None:
+            return first
+        changes = {}
+        for name, x in first.flight.changes.items():
+            total = x * self._ops(name).cast(each[0][1], self._specs[name].dtype)
+            for state, weight in each[1:]:
+                if state.flight is None or name not in state.flight.changes:
+                    raise unreadable(
+                        "outer, flight", "the same tensors of all ranks", f"none of '{name}' from one of them"
+                    )
+                total = self._ops(name).weighted_sum(total, 1, state.flight.changes[name], weight)
+            changes[name] = total
+        return first._replace(flight=first.flight._replace(changes=changes))
+
+
+def _check_names(key: str, saved: Mapping[Any, Any], expected: Collection[str]) -> None:
+    if set(saved) != set(expected):
+        names = ", ".join(sorted(map(repr, set(saved) ^ set(expected)))[:5])
+        raise StateError(
+            f"checkpoint, outer, {key}: {names} only on one side; use the tensors and the outer steps that it was "
+            "saved with."
+        )
+
+
+def _check_arrays(what: str, saved: Mapping[Any, Any], expected: State) -> None:
+    found, wanted = ({key: show(x) for key, x in arrays.items()} for arrays in (saved, expected))
+    for key in [*wanted, *found]:
+        if found.get(key) != wanted.get(key):
+            raise StateError(
+                f"checkpoint, {what}: expected {wanted.get(key, 'nothing')} as '{key}', received "
+                f"{found.get(key, 'nothing')}; use the tensors and the outer steps it was saved with."
+            )

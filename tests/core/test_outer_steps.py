@@ -1,0 +1,585 @@
+"""Outer steps: what ranks that step on their own make of their weights when they meet."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.config.outer import PRESETS, OuterSteps, make_outer
+from grace.core.config.registry import outer_optimizers
+from grace.core.errors import ConfigError, IncompatibleError, StateError, StepError
+from grace.core.spec import TensorSpec
+from grace.testing.harness import array, host
+from tests.support.registered import every_framework
+
+SHAPES = {"a": (24, 10), "scalar": (), "empty": (0, 3), "b": (130,), "c": (7, 5), "d": (16, 16)}
+NONE = {"compressor": "none"}
+TOPK = {"compressor": "topk", "compress_ratio": 0.1, "default_rules": False}
+
+
+class Training:
+    """Simulated ranks that step by SGD on |w - target|^2 / 2, each with a target of its own that changes.
+
+    The gradients depend on nothing but the rank, the step and the weights, so that a run can go on elsewhere.
+    """
+
+    def __init__(self, outer, config=NONE, ranks=2, framework="numpy", shapes=SHAPES, rate=0.1, **options):
+        self.sim = grace.Simulation(ranks, shapes, config, outer=outer, framework=framework, **options)
+        self.shapes, self.rate, self.ranks = shapes, rate, ranks
+        self.ops = self.sim.run.ops("cpu")
+        start = {name: draw(shape, 99) for name, shape in shapes.items()}
+        self.weights = [{name: self.array(x) for name, x in start.items()} for _ in range(ranks)]
+        self.start = start
+        self.sim.begin(self.weights[0])
+        self.steps = 0
+
+    def array(self, x):
+        return self.ops.reshape(array(self.ops, x, "float32"), x.shape)
+
+    def values(self, rank=0):
+        return {name: host(self.ops, x).reshape(self.shapes[name]) for name, x in self.weights[rank].items()}
+
+    def inner(self, rank, name, value, step):
+        """Return the weights after an inner step."""
+        target = draw(self.shapes[name], rank, step)
+        return (value - np.float32(self.rate) * (value - target)).astype(np.float32)
+
+    def step(self, count=1):
+        for _ in range(count):
+            moved = [
+                {name: self.array(self.inner(rank, name, x, self.steps)) for name, x in self.values(rank).items()}
+                for rank in range(self.ranks)
+            ]
+            self.weights = self.sim.step(moved)
+            self.steps += 1
+
+    def equal_tensors(self):
+        """Return the tensors whose weights all ranks have with the same bits."""
+        everyone = [self.values(rank) for rank in range(self.ranks)]
+        return {name for name in SHAPES if all(x[name].tobytes() == everyone[0][name].tobytes() for x in everyone)}
+
+
+def draw(shape, *seed):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def recursion(training, steps, *, every=1, lr=1.0, momentum=0.0, nesterov=False, parts=None, delay=0, alpha=0.0):
+    """Return the weights of all ranks after some steps of the published recursion, in float64, without a library."""
+    parts = parts or [list(training.shapes)]
+    gap = every // len(parts)
+    anchor = {name: np.array(x, np.float64) for name, x in training.start.items()}
+    buffer = {name: np.zeros(shape) for name, shape in training.shapes.items()}
+    w = [dict(anchor) for _ in range(training.ranks)]
+    sent = {}
+    for s in range(1, steps + 1):
+        for rank in range(training.ranks):
+            for name in training.shapes:
+                target = draw(training.shapes[name], rank, s - 1)
+                w[rank][name] = w[rank][name] - training.rate * (w[rank][name] - target)
+        if s % gap == 0:
+            part = parts[(s // gap - 1) % len(parts)]
+            sent[s + delay] = {
+                n: anchor[n] - sum(w[r][n] for r in range(training.ranks)) / training.ranks for n in part
+            }
+        for name, change in sent.pop(s, {}).items():
+            buffer[name] = momentum * buffer[name] + change
+            direction = change + momentum * buffer[name] if nesterov else buffer[name]
+            anchor[name] = anchor[name] - lr * direction
+            for rank in range(training.ranks):
+                w[rank][name] = alpha * w[rank][name] + (1 - alpha) * anchor[name]
+    return w
+
+
+# --- invariants ---------------------------------------------------------------------------------------------------
+
+
+@every_framework
+def test_a_mean_after_every_step_is_synchronous_sgd(framework):
+    """On whole numbers, floats are exact: bit for bit."""
+    shapes = {"w": (40, 3)}
+    sim = grace.Simulation(4, shapes, NONE, outer={"every": 1}, framework=framework)
+    ops = sim.run.ops("cpu")
+    synchronous = np.float32(np.arange(120).reshape(40, 3) * 64)
+    sim.begin({"w": array(ops, synchronous, "float32")})
+    own = [synchronous] * 4
+    for step in range(3):
+        gradients = [np.float32(np.random.default_rng((rank, step)).integers(-9, 9, (40, 3)) * 4) for rank in range(4)]
+        moved = [{"w": array(ops, w - g, "float32")} for w, g in zip(own, gradients, strict=True)]
+        synchronous = synchronous - sum(gradients) / np.float32(4)
+        own = [host(ops, merged["w"]).reshape(40, 3) for merged in sim.step(moved)]
+        assert all((w == synchronous).all() for w in own)
+
+
+def test_local_sgd_takes_the_mean_of_the_weights():
+    training = Training({"every": 3}, ranks=3)
+    training.step(2)
+    before = [training.values(rank) for rank in range(3)]
+    moved = [{name: training.inner(rank, name, x, 2) for name, x in before[rank].items()} for rank in range(3)]
+    training.step()
+    assert training.equal_tensors() == set(SHAPES)
+    assert_close(training.values(), {name: sum(m[name] for m in moved) / 3 for name in SHAPES})
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_one_rank_is_lookahead_with_momentum(nesterov):
+    """So is data that is equal on all ranks. The reference is PyTorch's own SGD, if it is there."""
+    torch = pytest.importorskip("torch")
+    outer = {"every": 4, "lr": 0.7, "momentum": 0.9, "nesterov": nesterov}
+    training = Training(outer, ranks=1)
+    slow = {name: torch.nn.Parameter(torch.from_numpy(x.copy())) for name, x in training.start.items()}
+    optimizer = torch.optim.SGD(slow.values(), lr=0.7, momentum=0.9, nesterov=nesterov)
+    for meeting in range(5):
+        fast = {name: p.detach().numpy().copy() for name, p in slow.items()}
+        for step in range(4 * meeting, 4 * meeting + 4):
+            fast = {name: training.inner(0, name, x, step) for name, x in fast.items()}
+        for name, p in slow.items():
+            p.grad = p.detach() - torch.from_numpy(np.asarray(fast[name]))
+        optimizer.step()
+        training.step(4)
+        assert_close(training.values(), {name: p.detach().numpy() for name, p in slow.items()})
+
+
+def test_a_meeting_lowers_the_loss():
+    """The change of the weights has the sign of a gradient: otherwise a step would climb."""
+    shapes = {"w": (50,)}
+    sim = grace.Simulation(2, shapes, NONE, outer={"every": 2, "lr": 0.7, "momentum": 0.9, "nesterov": True})
+    w = np.float32(np.linspace(1, 3, 50))
+    sim.begin({"w": w})
+    own = [{"w": w}] * 2
+    losses = [float((w**2).sum())]
+    for _ in range(3):
+        for _ in range(2):
+            own = sim.step([{"w": x["w"] - np.float32(0.05) * x["w"]} for x in own])
+        losses.append(float((own[0]["w"] ** 2).sum()))
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "delay", "alpha"),
+    [(4, 1, 0, 0.0), (4, 1, 3, 0.0), (6, 3, 0, 0.0), (6, 3, 1, 0.5), (8, 2, 2, 0.0), (4, 1, 2, 1.0), (4, 2, 0, 0.25)],
+)
+def test_fragments_delay_and_alpha_follow_the_recursion(every, fragments, delay, alpha):
+    options = {"every": every, "lr": 0.7, "momentum": 0.5, "nesterov": True}
+    training = Training({**options, "fragments": fragments, "delay": delay, "alpha": alpha}, ranks=2)
+    parts = training.sim.config.outer.divide(training.sim._specs)
+    for steps in range(1, 3 * every + 2):
+        training.step()
+        expected = recursion(training, steps, **options, parts=parts, delay=delay, alpha=alpha)
+        for rank in range(2):
+            assert_close(training.values(rank), expected[rank], 2e-5)
+
+
+def test_ranks_that_keep_all_of_their_own_weights_never_mix():
+    training = Training({"every": 2, "alpha": 1.0})
+    training.step(6)
+    for rank in range(2):
+        alone = dict(training.start)
+        for step in range(6):
+            alone = {name: training.inner(rank, name, x, step) for name, x in alone.items()}
+        assert all((training.values(rank)[name] == x).all() for name, x in alone.items())
+
+
+@every_framework
+@pytest.mark.parametrize("config", [NONE, TOPK], ids=["none", "topk"])
+def test_all_ranks_have_the_same_bits_after_a_meeting(framework, config):
+    outer = {"every": 6, "lr": 0.7, "momentum": 0.9, "fragments": [["a", "scalar"], ["b", "c", "d"], "empty"]}
+    training = Training(outer, config, ranks=3, framework=framework)
+    met = [set(part) | {"empty"} for part in training.sim.config.outer.divide(training.sim._specs)]
+    for step in range(1, 13):
+        training.step()
+        due = met[(step // 2 - 1) % 3] if step % 2 == 0 else {"empty"}
+        assert training.equal_tensors() == due
+
+
+def test_what_is_held_back_and_what_was_sent_is_what_has_moved():
+    """Error feedback loses nothing: per element, over all meetings."""
+    training = Training({"every": 2, "lr": 0.5, "momentum": 0.9}, TOPK, ranks=2)
+    moved = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    arrived = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for _ in range(8):
+        training.step()
+        anchor = {n: np.array(x).reshape(SHAPES[n]) for n, x in training.sim.outers[0].state.anchors.items()}
+        momentum = {n: s["momentum"].reshape(SHAPES[n]) for n, s in training.sim.outers[0].state.kept.items()}
+        before = [training.values(rank) for rank in range(2)]
+        steps = training.steps
+        own = [{n: training.inner(rank, n, x, steps) for n, x in before[rank].items()} for rank in range(2)]
+        training.step()
+        for name in SHAPES:
+            moved[name] += sum(anchor[name].astype(np.float64) - w[name] for w in own) / 2
+            new = training.sim.outers[0].state.kept[name]["momentum"].reshape(SHAPES[name])
+            arrived[name] += new.astype(np.float64) - 0.9 * momentum[name].astype(np.float64)
+    residuals = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for run in training.sim.runs:
+        for unit in run.plan.units:
+            flat = np.asarray(
+                run.units[unit.spec.name]["memory"].get("residual", np.zeros(unit.spec.numel)), np.float64
+            )
+            at = 0
+            for piece in unit.pieces:
+                target = residuals[piece.tensor].reshape(-1)
+                target[piece.start : piece.stop] += flat[at : at + piece.numel] / 2
+                at += piece.numel
+    assert max(abs(r).max() for r in residuals.values() if r.size) > 0.1
+    for name in SHAPES:
+        np.testing.assert_allclose(arrived[name] + residuals[name], moved[name], atol=2e-5)
+
+
+def test_every_tensor_meets_once_per_period():
+    """10,000 random shapes, fragments and delays; the coverage that torchft's buckets lack."""
+    rng = np.random.default_rng(5)
+    for _ in range(10_000):
+        count = int(rng.integers(1, 12))
+        fragments = int(rng.integers(1, count + 1))
+        gap = int(rng.integers(1, 6))
+        outer = OuterSteps(
+            outer_optimizers.make("average"),
+            every=gap * fragments,
+            fragments=fragments,
+            delay=int(rng.integers(0, gap)),
+            warmup=int(rng.integers(0, 4)),
+        )
+        sizes = rng.choice([0, 1, 3, 10, 1000, 10**7], count)
+        specs = [TensorSpec(f"t{i}", (int(n),) if n != 1 else ()) for i, n in enumerate(sizes)]
+        parts = outer.divide(specs)
+        assert [name for part in parts for name in part] == [spec.name for spec in specs]
+        assert len(parts) == fragments
+        assert all(parts)
+        assert all(list(outer.meetings(step)) == list(range(fragments)) for step in range(1, outer.warmup + 1))
+        start = outer.warmup + int(rng.integers(0, 3)) * outer.every
+        sent = [i for step in range(start + 1, start + outer.every + 1) for i in outer.meetings(step)]
+        assert sent == list(range(fragments))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_every_tensor_is_exchanged_once_per_period(ranks, monkeypatch):
+    """The same in whole steps, with tensors larger than a bucket and empty ones."""
+    from grace.core.step.step import Step
+
+    seen = []
+    ready = Step.ready
+
+    def noted(self, name, gradient, lr=None):
+        seen.append(name)
+        ready(self, name, gradient, lr)
+
+    monkeypatch.setattr(Step, "ready", noted)
+    training = Training({"every": 6, "fragments": 3, "delay": 1}, ranks=ranks, bucket_bytes=64, split_bytes=4096)
+    for _ in range(2):
+        seen.clear()
+        training.step(6)
+        assert sorted(seen) == sorted([*SHAPES] * ranks)
+    training.step()
+    assert training.sim.stats()["outer"]["rounds"] == 6
+
+
+def test_the_warm_up_takes_the_mean_after_every_step():
+    training = Training({"every": 4, "lr": 0.7, "momentum": 0.9, "fragments": 2, "warmup": 3})
+    for _ in range(3):
+        training.step()
+        assert training.equal_tensors() == set(SHAPES)
+    kept = training.sim.outers[0].state.kept
+    assert all(not state["momentum"].any() for state in kept.values())
+    training.step()
+    assert training.equal_tensors() == {"empty"}
+    training.step()
+    first, _ = training.sim.config.outer.divide(training.sim._specs)
+    assert training.equal_tensors() == {*first, "empty"}
+
+
+def test_a_period_may_begin_later():
+    """Post-local SGD: the ranks meet after every step at first, later after every third."""
+    training = Training({"every": {4: 3}})
+    met = []
+    for _ in range(10):
+        training.step()
+        met.append(training.equal_tensors() == set(SHAPES))
+    assert met == [True] * 4 + [False, False, True] * 2
+
+
+def test_adam_follows_the_paper():
+    training = Training({"every": 2, "optimizer": "adam", "lr": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-2})
+    anchor = {name: np.array(x, np.float64) for name, x in training.start.items()}
+    first, second = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in "mv")
+    for _ in range(4):
+        training.step()
+        own = [{n: training.inner(r, n, x, training.steps) for n, x in training.values(r).items()} for r in range(2)]
+        training.step()
+        for name in SHAPES:
+            change = anchor[name] - (own[0][name].astype(np.float64) + own[1][name]) / 2
+            first[name] = 0.8 * first[name] + 0.2 * change
+            second[name] = 0.9 * second[name] + 0.1 * change**2
+            anchor[name] = anchor[name] - 0.1 * first[name] / (np.sqrt(second[name]) + 1e-2)
+        assert_close(training.values(), anchor, 1e-4)
+
+
+@every_framework
+@pytest.mark.parametrize("optimizer", list(outer_optimizers))
+def test_frameworks_agree_bit_for_bit(optimizer, framework):
+    found, expected = (Training({"every": 2, "optimizer": optimizer}, TOPK, framework=f) for f in (framework, "numpy"))
+    for training in (found, expected):
+        training.step(4)
+    assert all(x.tobytes() == expected.values()[name].tobytes() for name, x in found.values().items())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@every_framework
+def test_weights_keep_their_dtype(dtype, framework):
+    sim = grace.Simulation(
+        2, [TensorSpec("w", (40,), dtype)], NONE, outer={"every": 1, "momentum": 0.5}, framework=framework
+    )
+    ops = sim.run.ops("cpu")
+    sim.begin({"w": array(ops, np.zeros(40), dtype)})
+    for mean, expected in ((1, 1), (2.5, 3)):
+        new = sim.step([{"w": array(ops, np.full(40, mean + apart), dtype)} for apart in (-0.5, 0.5)])
+        assert ops.dtype(new[0]["w"]) == dtype
+        assert (host(ops, new[0]["w"]).astype(float) == expected).all()
+    assert ops.dtype(sim.outers[0].state.kept["w"]["momentum"]) == ("float64" if dtype == "float64" else "float32")
+
+
+# --- checkpoints, errors and what users see -----------------------------------------------------------------------
+
+STREAMING = {"every": 6, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 2, "alpha": 0.5}
+
+
+@every_framework
+@pytest.mark.parametrize("at", range(1, 13))
+def test_a_run_goes_on_from_anywhere_in_two_periods(framework, at):
+    """In the middle of a period, of a flight and of the cycle of the fragments."""
+    first, second = (Training(STREAMING, TOPK, framework=framework) for _ in "ab")
+    first.step(at)
+    saved, weights = copy.deepcopy(first.sim.state_dict()), list(first.weights)
+    first.step(7)
+    assert second.sim.load_state_dict(saved)
+    second.weights, second.steps = weights, at
+    second.step(7)
+    for rank in range(2):
+        for name, x in first.values(rank).items():
+            assert x.tobytes() == second.values(rank)[name].tobytes(), name
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1)])
+def test_other_ranks_go_on_with_what_was_held_back_and_was_on_its_way(before, after):
+    first = Training(STREAMING, TOPK, ranks=before)
+    first.step(10)
+    assert first.sim.outers[0].state.flight is not None
+    second = Training(STREAMING, TOPK, ranks=after)
+    saved = first.sim.state_dict()["ranks"]
+    assert not second.sim.load_state_dict(saved)
+    old, new = ([o.state for o in t.sim.outers] for t in (first, second))
+    assert {(s.steps, s.met, s.rounds) for s in new} == {(10, old[0].met, old[0].rounds)}
+    for state in new:
+        assert all((x == old[0].anchors[name]).all() for name, x in state.anchors.items())
+    for name in old[0].flight.changes:
+        means = [sum(s.flight.changes[name] for s in states) / len(states) for states in (old, new)]
+        np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-6)
+    second.weights, second.steps = [first.weights[0]] * after, 10
+    second.step(8)
+    assert np.isfinite(second.values()["a"]).all()
+
+
+def test_a_checkpoint_of_another_kind_is_refused():
+    local, plain = Training({"every": 2}), grace.Simulation(2, SHAPES, NONE)
+    local.step()
+    with pytest.raises(StateError, match="was saved by a run with outer steps"):
+        plain.load_state_dict(local.sim.state_dict())
+    with pytest.raises(StateError, match="expected the state of a run with outer steps"):
+        local.sim.load_state_dict(plain.state_dict())
+    with pytest.raises(StateError, match=r"outer optimizer of 'a'.*expected float32.*'momentum', received nothing"):
+        Training({"every": 2, "momentum": 0.9}).sim.load_state_dict(local.sim.state_dict())
+    other = Training({"every": 2}, shapes={**SHAPES, "e": (2,)})
+    with pytest.raises(StateError, match="only on one side"):
+        other.sim.load_state_dict(local.sim.state_dict())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda outer: outer.pop("steps"),
+        lambda outer: outer.update(steps=-1),
+        lambda outer: outer.update(anchors=None),
+        lambda outer: outer["anchors"].pop("a"),
+        lambda outer: outer["anchors"].update(a=np.zeros(3, np.float32)),
+        lambda outer: outer["anchors"].update(b=np.full(130, np.nan, np.float32)),
+        lambda outer: outer["kept"].pop("a"),
+        lambda outer: outer["kept"].update(a=5),
+        lambda outer: outer["flight"].update(sent="x"),
+        lambda outer: outer["flight"].update(changes=7),
+        lambda outer: outer["flight"]["changes"].update(unknown=np.zeros(1, np.float32)),
+    ],
+)
+def test_damaged_outer_states_are_refused_and_nothing_is_loaded(damage):
+    training = Training(STREAMING, TOPK)
+    training.step(3)
+    saved = copy.deepcopy(training.sim.state_dict())
+    assert saved["ranks"][1]["outer"]["flight"]["sent"] == 3
+    damage(saved["ranks"][1]["outer"])
+    before = [(outer.state, run.states) for outer, run in zip(training.sim.outers, training.sim.runs, strict=True)]
+    with pytest.raises(StateError, match="checkpoint"):
+        training.sim.load_state_dict(saved)
+    after = [(outer.state, run.states) for outer, run in zip(training.sim.outers, training.sim.runs, strict=True)]
+    assert all(a[0] is b[0] for a, b in zip(before, after, strict=True))
+
+
+def test_a_step_that_fails_leaves_everything_as_it_was():
+    """The first rank has received what was on its way when the second one fails; it is sent again."""
+    training, twin = (Training(STREAMING, TOPK) for _ in "ab")
+    for t in (training, twin):
+        t.step(4)
+    assert "a" in training.sim.outers[0].state.flight.changes
+    wrong = [dict(weights) for weights in training.weights]
+    wrong[1]["a"] = np.zeros((3, 3), np.float32)
+    with pytest.raises(StepError, match=r"expected weights of float32 and shape \(24, 10\) for tensor 'a'"):
+        training.sim.step(wrong)
+    with pytest.raises(StepError, match="only on one side"):
+        training.sim.step([{"a": w["a"]} for w in wrong])
+    for t in (training, twin):
+        t.step(6)
+    for rank in range(2):
+        assert all((x == twin.values(rank)[name]).all() for name, x in training.values(rank).items())
+    with pytest.raises(StepError, match="call begin"):
+        grace.Simulation(2, SHAPES, NONE, outer="local_sgd").step(training.weights)
+
+
+def test_ranks_compare_what_must_be_equal():
+    training = Training({"every": 2, "momentum": 0.5}, check_replicas=1)
+    training.step(4)
+    state = training.sim.outers[1].state
+    moved = {**state.anchors, "a": state.anchors["a"] + np.float32(1)}
+    training.sim.outers[1].restore(state._replace(anchors=moved))
+    with pytest.raises(grace.errors.MismatchError, match="'a'"):
+        training.step(2)
+
+
+def test_statistics_say_how_far_the_ranks_were_apart():
+    training = Training({"every": 4}, TOPK, ranks=2)
+    training.sim.track_norms = True
+    training.step(3)
+    assert training.sim.stats()["outer"] == {
+        "steps": 3,
+        "rounds": 0,
+        "bytes_per_step": 0,
+        "distance": None,
+        "cosine": None,
+    }
+    training.step(5)
+    found = training.sim.stats()["outer"]
+    assert (found["steps"], found["rounds"]) == (8, 2)
+    assert found["bytes_per_step"] == pytest.approx(training.sim.stats()["wire_bytes"] / 4, rel=0.05)
+    assert 0 < found["distance"] < 10
+    assert 0.2 < found["cosine"] < 1
+
+
+def test_a_change_of_options_keeps_outer_steps():
+    training = Training({"every": 2, "fragments": 2, "lr": 0.7}, TOPK)
+    training.step(4)
+    training.sim.change(compress_ratio=0.5)
+    training.step(4)
+    assert training.sim.config.outer.count == 2
+    assert training.sim.stats()["outer"]["rounds"] == 8
+
+
+def test_the_report_says_what_a_preset_stands_for():
+    report = Training("streaming_diloco").sim.report()
+    assert report.startswith(
+        "outer steps: every 100 steps; SGD(lr=0.7, momentum=0.9, nesterov=True); 4 fragments; applied 5 steps later; "
+        "0.5 of the rank's own weights kept\n"
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_and_tables_say_the_same(name):
+    made = make_outer(name)
+    assert make_outer(name.replace("_", "-").upper()) == made
+    assert make_outer({"preset": name}) == made
+    assert make_outer(made.to_config()) == made
+    config = grace.make_config(compressor="none", outer=name)
+    assert config.outer == made
+    assert grace.make_config(config.to_dict()) == config
+    assert grace.make_config(config, outer=None).outer is None
+
+
+def test_options_replace_those_of_a_preset():
+    made = make_outer({"preset": "diloco", "every": 30, "momentum": 0.5})
+    assert made == OuterSteps(outer_optimizers.make({"name": "sgd", "lr": 0.7, "momentum": 0.5, "nesterov": True}), 30)
+    assert make_outer({"preset": "diloco", "optimizer": "average"}) == OuterSteps(outer_optimizers.make("average"), 500)
+
+
+def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
+    path = tmp_path / "grace.toml"
+    path.write_text('compressor = "none"\n[outer]\nlr = 0.7\nfragments = [["a*"], "b"]\n[outer.every]\n100 = 20\n')
+    monkeypatch.setenv("GRACE_CONFIG", str(path))
+    with pytest.raises(ConfigError, match="every = 1 is no multiple of 2 fragments"):
+        grace.make_config()
+    path.write_text(path.read_text().replace("100 =", "0 ="))
+    made = grace.make_config().outer
+    assert (made.phases, made.fragments) == ([(0, 20)], (("a*",), "b"))
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"every": 10, "fragments": 4}, "every = 10 is no multiple of 4 fragments.*set every = 8 or 12"),
+        ({"every": 2, "fragments": 4}, "set every = 4 or 4"),
+        ({"every": 12, "fragments": 4, "delay": 3}, "delay = 3 must be less than every / fragments = 3"),
+        ({"every": 0}, "every must be at least 1"),
+        ({"every": {10: 4, 15: 8}}, "changes at step 15, in the middle of a period of 4.*at step 18"),
+        ({"every": {}}, "a table of periods by step"),
+        ({"every": {"x": 3}}, "a table of periods by step"),
+        ({"every": {5: 3}, "warmup": 5}, "leave warmup = 5 out"),
+        ({"every": 2.5}, "option 'every': expected"),
+        ({"every": 2, "alpha": 1.5}, "alpha is the share"),
+        ({"every": 2, "fragments": 0}, "fragments must be at least 1"),
+        ({"every": 2, "delay": -1}, "delay is a number of steps"),
+        ({"every": 2, "fragments": "a"}, "option 'fragments': expected"),
+        ({"every": 2, "evry": 3}, "no option 'evry'. Did you mean 'every'"),
+        ({"sync_every": 20}, "'sync_every' is 'every' here"),
+        ({"every": 20, "fragment_sync_delay": 2}, "'fragment_sync_delay' is 'delay' here"),
+        ({"every": 20, "fragment_update_alpha": 0.5}, "'fragment_update_alpha' is 'alpha' here"),
+        ({"every": 20, "num_fragments": 2}, "'num_fragments' is 'fragments' here"),
+        ({"every": 20, "error_decay": 0.9}, "'error_decay' is beta of the memory residual"),
+        ({"every": 20, "should_quantize": True}, "'should_quantize' is a compressor"),
+        ({"every": 2, "lr": 0.0}, "lr must be positive"),
+        ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
+        ({"every": 2, "nesterov": True}, "nesterov needs momentum"),
+        ({"every": 2, "optimizer": "adam", "beta2": 1.0}, "beta2 must lie in"),
+        ({"every": 2, "optimizer": "adamm"}, "unknown outer optimizer 'adamm'.*Did you mean 'adam'"),
+        ({"preset": "dilco"}, "unknown preset 'dilco'.*Did you mean 'diloco'"),
+        ({"preset": 5}, "expected the name of a preset"),
+        ("diloko", "unknown preset 'diloko'.*Did you mean 'diloco'"),
+        (30, "expected the name of a preset or a table"),
+    ],
+)
+def test_errors_say_what_to_write(outer, told):
+    with pytest.raises(ConfigError, match=f"(?s){told}"):
+        make_outer(outer)
+
+
+def test_fragments_must_have_all_tensors():
+    with pytest.raises(ConfigError, match="no fragment has the tensor 'd'"):
+        Training({"every": 2, "fragments": [["a", "scalar", "empty"], "[bc]"]})
+    with pytest.raises(ConfigError, match="the fragment 'x' has no tensor"):
+        Training({"every": 2, "fragments": ["*", "x"]})
+    with pytest.raises(ConfigError, match="7 fragments need as many tensors, and there are 6"):
+        Training({"every": 7, "fragments": 7})
+    named = make_outer({"every": 2, "fragments": ["layers.1", "*"]})
+    specs = [TensorSpec(name, (2,)) for name in ("layers.1.w", "layers.10.w", "layers.1.norm.b")]
+    assert named.divide(specs) == [["layers.1.w", "layers.1.norm.b"], ["layers.10.w"]]
+
+
+def test_what_cannot_be_combined_is_refused():
+    with pytest.raises(ConfigError, match="average the change of the weights"):
+        Training({"every": 2}, average=False)
+    with pytest.raises(ConfigError, match="already includes the learning rate"):
+        Training({"every": 2}, {"compressor": "topk", "lr_correction": True})
+    dgc = {**TOPK, "memory": "dgc", "clipping_norm": "all", "gradient_clipping": 1.0}
+    with pytest.raises(IncompatibleError, match="fragments of outer steps"):
+        Training({"every": 2, "fragments": 2}, dgc)
