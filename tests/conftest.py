@@ -25,6 +25,13 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run slow tests, and full products in place of few cases")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import the files whose tests plain `pytest` leaves out: TensorFlow alone takes seconds in every worker."""
+    if config.stash.get(QUICK, False) and {"kernels", "tensorflow"}.intersection(_words(collection_path.name)):
+        return True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Without a file, a marker and a number of workers: run the tests that start no process, on all cores.
@@ -74,8 +81,12 @@ def _is_rare(name):
     from grace.core.config.registry import compressors
 
     path, _, test = name.partition("::")
-    words = set(re.findall(r"[a-z0-9]+", f"{path} {test.partition('[')[2]}"))
+    words = _words(f"{path} {test.partition('[')[2]}")
     return "tensorflow" in words or any(listing.of_literature(word) for word in words.intersection(compressors))
+
+
+def _words(name):
+    return set(re.findall(r"[a-z0-9]+", name))
 
 
 # The table of times that scripts/test.sh prints. Tests that start pytest add nothing to it.

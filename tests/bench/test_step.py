@@ -94,6 +94,7 @@ def present():
     return network._present() if shutil.which("ip") else set()
 
 
+@pytest.mark.slow
 def test_launchers(tmp_path):
     path = tmp_path / "step.json"
     launchers = ["torch", "torch-optimizer", "torch-fsdp-zero2"]

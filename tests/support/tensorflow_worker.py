@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
-import horovod.tensorflow as hvd
-import keras
-import tensorflow as tf
-
-from tests.adapters.tensorflow.model import PROCESS_SETS
 from tests.support import rank
 
 _MODULES = [
@@ -21,6 +17,14 @@ _MODULES = [
 
 
 def main() -> None:
+    # Keras imports scikit-learn if it is there, and with it pandas: more than a second on every rank.
+    sys.modules["sklearn"] = None  # type: ignore[assignment]
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    from tests.adapters.tensorflow.model import PROCESS_SETS
+
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     world = rank.ranks()

@@ -31,11 +31,11 @@ def test_kernel(): pass
     ("arguments", "expected"),
     [
         ((), "1 passed"),
-        (("-n", "0"), "1 passed"),
+        pytest.param(("-n", "0"), "1 passed", marks=pytest.mark.slow),
         (("-k", "alone"), "3 passed"),
-        (("-m", "processes"), "1 passed"),
+        pytest.param(("-m", "processes"), "1 passed", marks=pytest.mark.slow),
         (("-m", "not distributed and not processes and not kernels"), "3 passed"),
-        (("tests",), "6 passed"),
+        pytest.param(("tests",), "6 passed", marks=pytest.mark.slow),
     ],
     ids=["all cores", "one worker", "words", "a marker", "as in test.sh", "a folder"],
 )

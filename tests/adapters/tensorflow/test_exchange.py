@@ -164,6 +164,7 @@ def test_none_equals_the_tape_of_horovod(launch):
             assert result["distance"] <= (1e-6 if launch.ranks > 2 else 0.0), label
 
 
+@pytest.mark.slow
 @on(GLOO_2, TENSORFLOW_MPI)
 def test_gradients_that_a_graph_knows_beforehand_are_exchanged_all_the_same(launch):
     ranks = scenario("constant_gradients", launch)
@@ -178,6 +179,7 @@ def test_gradients_that_a_graph_knows_beforehand_are_exchanged_all_the_same(laun
     assert ranks[0]["none"]["collectives"] == 3
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_sum_and_predivision(launch):
     for rank in scenario("reductions", launch):

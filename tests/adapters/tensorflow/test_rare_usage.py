@@ -55,6 +55,7 @@ def test_half_precision_weights_are_broadcast(launch):
     assert same(scenario("half_precision_weights", launch))
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_a_frozen_layer_keeps_its_weights_and_its_residual(launch):
     ranks = scenario("frozen_layer", launch)

@@ -20,6 +20,7 @@ def _plain(error):
 two_ranks = on(Launch(TENSORFLOW, "horovodrun-gloo", 2))
 
 
+@pytest.mark.slow
 @two_ranks
 def test_replicas_that_start_with_other_weights_are_refused_at_the_second_step(launch):
     for errors in scenario("forgotten_broadcast", launch):
@@ -63,6 +64,7 @@ def test_a_replica_that_parts_is_named(launch):
             assert f"{began} before step {step}, in '{place}' and " in _plain(error), (label, error)
 
 
+@pytest.mark.slow
 @two_ranks
 def test_a_checkpoint_can_be_loaded_after_a_step_has_failed(launch):
     for rank in scenario("loaded_after_an_error", launch):

@@ -33,6 +33,7 @@ if ALL:
 ROUNDING = 1e-6
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_every_way_to_train_gives_the_same_bits(launch):
     ranks = scenario("ways_to_train", launch, METHODS)
@@ -66,6 +67,7 @@ def test_every_built_in_optimizer_exchanges(launch):
         assert result["moved"] > 1e-5, label
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_accumulated_gradients_travel_once(launch):
     ranks = scenario("passes_per_step", launch)
@@ -84,6 +86,7 @@ def moved(history: list[dict[str, Any]]) -> list[list[str]]:
     return [step["moved"] for step in history]
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_overflow_on_one_rank_skips_the_step_on_all(launch):
     ranks = scenario("overflow_in_fit", launch, ["none", *SCALED] if ALL else ["none", "topk"])
@@ -113,6 +116,7 @@ def test_one_bad_tensor_rolls_back_all_of_them(launch):
     assert ranks[0]["topk, graph"] == ranks[0]["topk, eager"]
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_memories_do_not_depend_on_the_scale(launch):
     ranks = scenario("scale_of_the_day", launch, ["none", *SCALED] if ALL else ["topk"])
@@ -226,6 +230,7 @@ def test_metrics_are_averaged_over_ranks(launch):
     assert ranks[0]["own"]["loss"] != ranks[1]["own"]["loss"]
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_callbacks_that_decide_do_so_alike(launch):
     ranks = scenario("learning_rates", launch)

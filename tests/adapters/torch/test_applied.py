@@ -14,6 +14,7 @@ HOROVOD = Launch(TORCH, "horovodrun-gloo", 2)
 TWO, FOUR = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 4))
 
 
+@pytest.mark.slow
 @on(TWO, HOROVOD, usual={TWO})
 def test_gradients_that_are_dropped_leave_nothing_behind(launch):
     ranks = scenario("dropped_passes", launch)
@@ -22,6 +23,7 @@ def test_gradients_that_are_dropped_leave_nothing_behind(launch):
         assert ranks[0][label]["equal"], label
 
 
+@pytest.mark.slow
 @on(TWO, FOUR)
 def test_what_is_kept_is_applied_or_held_whatever_else_is_dropped(launch):
     for worst in scenario("conserved_whatever_is_dropped", launch, 400 if ALL else 10):

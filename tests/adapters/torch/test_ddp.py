@@ -81,6 +81,7 @@ def test_buckets_of_all_kinds_are_exchanged_in_every_way_of_ddp(launch):
             assert not [row for row in rank if row]
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("way", ["static", "unused"])
 def test_a_rank_waits_no_longer_than_its_limit_where_ddp_waits_too(launch, way):
@@ -196,6 +197,7 @@ def test_a_hook_that_cannot_be_wrapped_is_refused(launch):
         assert rank["later"].startswith("StepError: the communication hook waits for its allreduce")
 
 
+@pytest.mark.slow
 @on(Launch(TORCH, "torchrun", 3))
 def test_a_model_is_found_in_what_holds_it(launch):
     for rank in scenario("held_by_wrappers", launch):

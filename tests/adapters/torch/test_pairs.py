@@ -13,6 +13,7 @@ HOROVOD = Launch(TORCH, "horovodrun-gloo", 2)
 TWO, THREE, FOUR = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 3, 4))
 
 
+@pytest.mark.slow
 @on(HOROVOD, TWO, THREE, FOUR)
 def test_a_poor_pair_is_told_once_by_the_first_rank(launch):
     first, *others = scenario("told_of_pairs", launch)

@@ -55,6 +55,7 @@ started = len(of_gloo(threads() - before))
 """
 
 
+@pytest.mark.slow
 def test_no_thread_of_the_exchange_runs_when_python_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
