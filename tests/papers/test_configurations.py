@@ -55,20 +55,66 @@ def test_gmc(momentum):
     assert np.linalg.norm(x) > 0.1 * np.sqrt(N)
 
 
+@pytest.mark.parametrize("beta", [1.0, 0.9])
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.1])
-def test_ecq_sgd_with_decay_1(alpha):
+def test_ecq_sgd(alpha, beta):
     """Wu et al., "Error compensated quantized SGD and its applications to large-scale distributed optimization", 2018.
 
-    Send Q(g + alpha h); h = beta h + g - Q(g + alpha h), with beta = 1: h is the sum of all errors so far.
+    Send Q(g + alpha h); h = beta h + g - Q(g + alpha h). With beta = 1, h is the sum of all errors so far.
     """
-    simulation = started(compressor="efsignsgd", memory={"name": "lowpass", "beta": alpha})
+    simulation = started(compressor="efsignsgd", memory={"name": "lowpass", "beta": alpha, "decay": beta})
     errors = np.zeros((RANKS, N))
     for number in range(2 * STEPS):
         given = np.array(gradients(number, np.zeros(N)))
         sent = np.array([sign(g + alpha * h) for g, h in zip(given, errors, strict=True)])
-        errors += given - sent
+        errors = beta * errors + given - sent
         assert np.allclose(mean_of(simulation, given), sent.mean(axis=0), rtol=1e-4, atol=1e-5), number
     assert np.abs(errors).max() > 1
+
+
+def test_ecq_sgd_is_nearer_to_the_optimum_than_quantized_sgd():
+    """Section 4: feeding back a share of the errors lessens the variance that they add."""
+    target = np.random.default_rng(3).standard_normal(N)
+
+    def distance(memory):
+        simulation, x, found = started(compressor="qsgd", quantum_num=1, memory=memory), np.zeros(N), []
+        for number in range(100):
+            noise = np.random.default_rng(number).standard_normal((RANKS, N))
+            x = x - 0.1 * mean_of(simulation, x - target + noise)
+            found.append(np.sum((x - target) ** 2))
+        return np.mean(found[50:])
+
+    assert distance({"name": "lowpass", "beta": 0.2, "decay": 0.9}) < 0.75 * distance("none")
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.2])
+def test_loco(beta):
+    """Xie et al., "LoCo: low-bit communication adaptor for large-scale model training", 2024, Algorithm 1.
+
+    h = g + e, send Q(h); e = (1 - beta) e + beta (h - Q(h)), and e = 0 after every T-th step.
+    """
+    memory = {"name": "lowpass", "beta": beta, "reset_every": 5}
+    simulation, errors, sizes = started(compressor="efsignsgd", memory=memory), np.zeros((RANKS, N)), []
+    for number in range(13):
+        given = np.array(gradients(number, np.zeros(N)))
+        sent = np.array([sign(mine) for mine in given + errors])
+        errors = (1 - beta) * errors + beta * (given + errors - sent)
+        if number % 5 == 4:
+            errors[:] = 0
+        assert np.allclose(mean_of(simulation, given), sent.mean(axis=0), rtol=1e-4, atol=1e-5), number
+        held = [run.state_dict()["tensors"]["w"]["memory"]["residual"] for run in simulation.runs]
+        assert np.allclose(np.reshape(held, (RANKS, N)), errors, rtol=1e-4, atol=1e-5)
+        sizes.append(np.abs(errors).max())
+    assert [number for number, size in enumerate(sizes) if size == 0] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"decay": 1.1}, r"decay must lie in \[0, 1\]"), ({"reset_every": 0}, "reset_every")],
+)
+def test_a_filter_that_grows_or_never_works_is_refused(options, message):
+    with pytest.raises(grace.errors.ConfigError, match=message):
+        grace.make_config(compressor="topk", memory={"name": "lowpass", **options})
 
 
 def test_sega():
