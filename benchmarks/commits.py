@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 METHODS = ["none", "fp16", "eightbit", "onebit", "signsgd", "signum", "efsignsgd", "qsgd", "natural", "terngrad"]
 METHODS += ["randomk", "topk", "threshold", "dgc", "adaptive", "inceptionn", "sketchml", "powersgd"]
+# Older commits have no `compressors.needed`.
+NEEDED = {"randomk": {"memory": "residual"}, "threshold": {"threshold": 0.01}}
 TURNS, STEPS = 10, 8
 # Freed pages stay with the process, as in `grace bench step`.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**33)}
@@ -31,7 +33,8 @@ shapes = {{"0.weight": (4096, 1024), "0.bias": (4096,), "1.weight": (4096, 4096)
 given = [{{name: torch.randn(shape) for name, shape in shapes.items()}} for _ in range(2)]
 found = {{}}
 for name in sys.argv[1:]:
-    simulation, times = grace.Simulation(2, shapes, {{"compressor": name}}, framework="torch"), []
+    config = {{"compressor": name, **{NEEDED}.get(name, {{}})}}
+    simulation, times = grace.Simulation(2, shapes, config, framework="torch"), []
     for _ in range({STEPS}):
         start = time.process_time()
         simulation.step(given)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from grace.bench.variants import Variant
 from grace.core.config.config import Config, make_config
 from grace.core.config.registry import communicators, compressors
 from grace.core.errors import IncompatibleError
@@ -26,7 +27,7 @@ from grace.core.session.simulation import Simulation, poll_all
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.collectives import Collective, copies
 from grace.core.wire.layout import payload_bytes
-from grace.listing import required, sent_fields
+from grace.listing import sent_fields
 
 SHAPE, RANKS, LOCAL_SIZE = (256, 256), (2, 4, 8, 16, 64), 4
 STEPS, DEVIATION = 100, 0.01
@@ -66,7 +67,7 @@ def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviati
 def configured(compressor: str, communicator: str) -> Config:
     """Return the configuration of a method by a program, or by another communicator. Raises IncompatibleError."""
     program = PROGRAMS.get(communicator, communicator)
-    return make_config(compressor=compressor, communicator=program, default_rules=False)
+    return make_config(Variant(compressor).config(communicator=program, default_rules=False))
 
 
 def fits(compressor: str, communicator: str, size: int) -> bool:
@@ -75,7 +76,7 @@ def fits(compressor: str, communicator: str, size: int) -> bool:
         return False
     try:
         configured(compressor, communicator)
-        compressors.make(compressor).check_ranks(size)
+        compressors.example(compressor).check_ranks(size)
     except IncompatibleError:
         return False
     return True
@@ -100,15 +101,15 @@ def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local
 
 def chosen(compressor: str, size: int) -> str:
     """Return the program that `auto` takes."""
-    config = make_config(compressor=compressor, default_rules=False)
+    config = make_config(Variant(compressor).config(default_rules=False))
     (item,) = make_plan([TensorSpec("w", SHAPE)], config, ranks=Ranks(size)).assignments
     (found,) = (name for name, program in PROGRAMS.items() if communicators.make(program) == item.communicator)
     return found
 
 
 def methods() -> list[str]:
-    """Return all methods without required options."""
-    return [name for name in compressors if not required(compressors.get(name))]
+    """Return all methods that can be built without being told options."""
+    return [name for name, _ in compressors.ready()]
 
 
 def rows(names: list[str]) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
 
 def by_data() -> list[str]:
     """Return the methods whose bytes depend on the data."""
-    return [name for name in methods() if payload_bytes(sent_fields(compressors.make(name))) is None]
+    return [name for name in methods() if payload_bytes(sent_fields(compressors.example(name))) is None]
 
 
 def over_steps(name: str, size: int) -> float:

@@ -13,6 +13,7 @@ import sys
 
 import tables
 
+from grace.bench.variants import Variant
 from grace.core.config.registry import compressors
 from grace.report.cell import Cell, train
 from grace.report.methods import DENSE, Method
@@ -27,7 +28,7 @@ COLUMNS = {
 
 def loss(name, seed, **options):
     """Return the loss at the end of a run with a method's default options; None if it diverged."""
-    found = train(Cell("mf", Method(name, {"compressor": name, **options}), RANKS, seed, STEPS))
+    found = train(Cell("mf", Method(name, Variant(name, options).config()), RANKS, seed, STEPS))
     return None if found["diverged"] else found["loss"]
 
 

@@ -33,7 +33,6 @@ from grace.core.config.registry import communicators, compressors
 from grace.core.errors import IncompatibleError
 from grace.core.plan.unit import Assignment
 from grace.core.spec import Ranks, TensorSpec
-from grace.listing import required
 from grace.report.tasks.data import library
 from grace.report.tasks.factorization import SGD, Arrays, Factorization, Ratings
 
@@ -157,7 +156,8 @@ def chosen(config: Mapping[str, Any]) -> str:
 def carried(config: Mapping[str, Any]) -> bool:
     """Return whether two_shot can carry a method, and nothing but the second compression speaks against it."""
     try:
-        compressor = make_config({**config, "communicator": "two_shot"}).method.compressor
+        needed = compressors.needed(config["compressor"])
+        compressor = make_config({**needed, **config, "communicator": "two_shot"}).method.compressor
     except IncompatibleError:
         return False
     return compressor.averages and not compressor.absolute
@@ -165,7 +165,7 @@ def carried(config: Mapping[str, Any]) -> bool:
 
 def methods() -> list[dict[str, Any]]:
     """Return the configurations of the methods, some with several settings."""
-    names = [name for name in compressors if not required(compressors.get(name))]
+    names = [name for name, _ in compressors.ready()]
     found = [{"compressor": name, **options} for name in names for options in SETTINGS.get(name, [{}])]
     return [config for config in found if carried(config)]
 

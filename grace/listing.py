@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from grace.bench.variants import Variant
 from grace.core.config.config import Method
 from grace.core.config.recommended import ANY, STARTS, Start, optimizers_for, starts
-from grace.core.config.registry import Registry, communicators, compressors, fields_of, memories
+from grace.core.config.registry import Registry, communicators, compressors, memories
 from grace.core.errors import ConfigError, fold, nearest
 from grace.core.methods.capabilities import proposed_fields, selects
 from grace.core.methods.compressor import Compressor, fixed_size, sparsifies
@@ -88,6 +88,8 @@ def feedback(compressor: Compressor) -> str:
         return "harms"
     if compressor.contraction(EXAMPLE) == 1:
         return "not needed"
+    if "memory" in compressors.needed(compressors.name_of(compressor)):
+        return "depends on the model"
     return "optional" if compressor.default_memory == "none" else "recommended"
 
 
@@ -127,16 +129,29 @@ def _bits(compressor: Compressor) -> str:
 
 
 def required(cls: type) -> list[str]:
-    """Return the options that have no default. Only methods from outside grace have such options."""
+    """Return the options that have no default."""
     missing = dataclasses.MISSING
     return [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
 
 
 def _options(cls: type) -> list[str]:
     """Return the options as a configuration spells them: `name = default`."""
-    if needed := required(cls):
-        return [f"{name} (required)" if name in needed else name for name in fields_of(cls)]
-    return [f"{f.name} = {json.dumps(f.default)}" for f in dataclasses.fields(cls) if f.init]
+    needed = required(cls)
+    return [
+        f"{f.name} (required)" if f.name in needed else f"{f.name} = {json.dumps(f.default)}"
+        for f in dataclasses.fields(cls)
+        if f.init
+    ]
+
+
+def _by_options(name: str) -> bool:
+    """Return whether a compressor needs options of which no example is known, as one from outside grace may."""
+    return not set(required(compressors.get(name))) <= set(compressors.needed(name))
+
+
+def memory_of(name: str) -> str:
+    """Return the name of the memory that a compressor has unless the user names one, or that it must be named."""
+    return "to be named" if "memory" in compressors.needed(name) else compressors.example(name).default_memory
 
 
 def _documentation(cls: type) -> str:
@@ -265,20 +280,20 @@ def _advice(name: str) -> list[str]:
 
 def _row(name: str) -> list[str]:
     """Return the cells of a compressor in the list."""
-    if required(compressors.get(name)):
+    if _by_options(name):
         return [name, BY_OPTIONS, *[""] * (len(HEAD) - 2)]
-    c = compressors.make(name)
+    c = compressors.example(name)
     travels = ", ".join(dict.fromkeys(taken(c, ranks) for ranks in (2, 3)))
-    return [name, optimizers_for(name), _bits(c), c.default_memory, travels, _yes(c.unbiased)]
+    return [name, optimizers_for(name), _bits(c), memory_of(name), travels, _yes(c.unbiased)]
 
 
 def _facts(name: str) -> dict[str, list[str]]:
     """Return what the description of a compressor says of it, by topic."""
     family = _family_of(name)
     title = "from outside of grace" if family is None else family.title + ", literature" * of_literature(name)
-    if required(compressors.get(name)):
+    if _by_options(name):
         return {"family": [title], "flags and bits": [BY_OPTIONS]}
-    c = compressors.make(name)
+    c = compressors.example(name)
     flags = {"summable": c.summable, "unbiased": c.unbiased, "fixed-size": fixed_size(c), "sparsifies": sparsifies(c)}
     begin = [f"{'any optimizer' if s.optimizer == ANY else s.optimizer}; network {s.network}" for s in starts(name)]
     return {
@@ -286,7 +301,7 @@ def _facts(name: str) -> dict[str, list[str]]:
         "optimizer": [optimizers_for(name)],
         **({"start with it": begin} if begin else {}),
         "bits per element": [_bits(c)],
-        "memory": [f"{c.default_memory}; error feedback: {feedback(c)}"],
+        "memory": [f"{memory_of(name)}; error feedback: {feedback(c)}"],
         "communicator": [communicator(c)],
         "flags": [f"{flag}: {_yes(value)}" for flag, value in flags.items()],
         # Every method runs on every framework, because it uses only grace's array operations.

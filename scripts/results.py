@@ -72,8 +72,11 @@ def main() -> None:
     """Print one line per framework, method and variant."""
     for framework in sys.argv[1:] or ("numpy", "torch"):
         for name in grace.compressors:
+            needed = grace.compressors.needed(name)
             for variant in VARIANTS:
-                print(framework, name, variant, trained(framework, {"compressor": name, **variant}), flush=True)
+                print(
+                    framework, name, variant, trained(framework, {"compressor": name, **needed, **variant}), flush=True
+                )
 
 
 if __name__ == "__main__":

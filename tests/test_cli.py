@@ -126,6 +126,8 @@ def test_named_methods_are_described_with_flags_and_options(monkeypatch):
     assert facts["options"] == "compress_ratio = 0.01"
     assert "allgather, two_shot from 3 ranks" in qsgd
     assert 'norm = "max"' in qsgd
+    assert "threshold (required), capacity = null" in listed("threshold")
+    assert "to be named; error feedback: depends on the model" in listed("randomk")
     assert "error feedback: harms" in listed("signsgd")
     assert "error feedback: optional" in listed("fp16")
     assert "error feedback: not needed" in listed("none")
@@ -145,7 +147,9 @@ def test_a_description_has_every_option_with_its_default(name):
     for registry in (compressors, memories, communicators):
         if name in registry:
             for each in dataclasses.fields(registry.get(name)):
-                assert f"{each.name} = {json.dumps(each.default)}" in words
+                required = each.name in compressors.needed(name) if registry is compressors else False
+                shown = "(required)" if required else f"= {json.dumps(each.default)}"
+                assert f"{each.name} {shown}" in words
 
 
 def test_wrong_names_are_told_with_what_would_be_right(capsys):

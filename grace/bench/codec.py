@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from grace.bench.variants import Variant
 from grace.core.config.config import make_config
 from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
@@ -31,13 +32,14 @@ def near_square(numel: int) -> tuple[int, int]:
 
 
 def make_unit(compressor: str, numel: int, device: str = "cpu", **options: Any) -> Unit:
-    """Return a near-square float32 matrix with a method; what `options` do not name are the method's defaults.
+    """Return a near-square float32 matrix with a method; what `options` do not name is as in all tables.
 
     If the method cannot compress the matrix, the unit's `reason` says why. Raises ConfigError for an unknown name.
     """
     spec = TensorSpec("tensor", near_square(numel), device=device)
     # The default rules do not compress small tensors, and the default granularity cuts large ones.
-    config = make_config({**options, "compressor": compressor, "default_rules": False, "granularity": "layer"})
+    chosen = Variant(compressor, options).config()
+    config = make_config({**chosen, "default_rules": False, "granularity": "layer"})
     (unit,) = make_plan([spec], config).units
     return unit
 

@@ -35,8 +35,11 @@ class Variant:
         return ":".join([self.name, *(f"{key}={_written(value)}" for key, value in self.options.items())])
 
     def config(self, **shared: Any) -> dict[str, Any]:
-        """Return the configuration. The variant's own options take precedence over those that several share."""
-        return {**shared, **self.options, "compressor": self.name}
+        """Return the configuration. The variant's own options take precedence over those that several share.
+
+        What a configuration must name, but this one does not, is as in all tables.
+        """
+        return {**compressors.needed(self.name), **shared, **self.options, "compressor": self.name}
 
 
 def parse_variants(given: Sequence[str], **shared: Any) -> list[Variant]:

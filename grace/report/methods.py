@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.bench.variants import parse_variants
+from grace.bench.variants import Variant, parse_variants
 from grace.core.config.config import Config, make_config
 from grace.core.config.recommended import STARTS
 from grace.core.errors import IncompatibleError
@@ -39,7 +39,10 @@ EQUAL = "hardthreshold, equal bytes"
 
 
 class Method(NamedTuple):
-    """A method of the study; a label that is the name of a compressor stands for its default options."""
+    """A method of the study; a label that is the name of a compressor stands for its default options.
+
+    Of an option without a default, it stands for what all tables take.
+    """
 
     label: str
     config: Mapping[str, Any]
@@ -67,7 +70,7 @@ class Method(NamedTuple):
 def methods() -> dict[str, Method]:
     """Return the methods of the study by label, uncompressed training first."""
     names = (*BASELINES, *RECOMMENDED, *TABLE_1, *OTHERS)
-    plain = [Method(name, {"compressor": name}) for name in dict.fromkeys(names)]
+    plain = [Method(name, Variant(name).config()) for name in dict.fromkeys(names)]
     settings = [Method(label, config) for label, config in SETTINGS.items()]
     switched = [other for method in plain if method.label not in BASELINES for other in _switched(method)]
     equal = Method(EQUAL, {"compressor": "hardthreshold"}, equal="topk")

@@ -50,7 +50,7 @@ class MemoryContract:
         """Yield every registered compressor that works with the memory."""
         found = False
         for name in compressors:
-            compressor = compressors.make(name)
+            compressor = compressors.example(name)
             try:
                 memory.check(compressor)
             except IncompatibleError:
@@ -207,7 +207,7 @@ class MemoryContract:
     def test_incompatible_compressors_are_told_what_serves_them(self, memory: Memory) -> None:
         for name in compressors:
             try:
-                memory.check(compressors.make(name))
+                memory.check(compressors.example(name))
             except IncompatibleError as error:
                 message = str(error)
                 assert any(valid in message.partition("Valid memories")[2] for valid in memories), message

@@ -60,7 +60,7 @@ def saved_bytes(method: str, ranks: int) -> float:
 def codec_seconds(method: str, ranks: int, parameters: float) -> float:
     """Return the seconds that a rank compresses and merges in a step."""
     codec = codecs()[method]
-    if taken(compressors.make(method), ranks) != "two_shot":
+    if taken(compressors.example(method), ranks) != "two_shot":
         return codec.seconds(parameters)
     # One shard for every rank, and once more the mean of the one that it owns.
     return (ranks + 1) * codec.seconds(parameters / ranks)
@@ -126,7 +126,7 @@ def table(block: Block) -> list[str]:
         for n in RANKS:
             low, high = (f"{break_even(method, n, size):.2g}" for size in (SMALL, LARGE))
             cells.append(low if low == high else f"{low} to {high}")
-        lines.append(row(methods.link(method, block), communicator(compressors.make(method)), *cells))
+        lines.append(row(methods.link(method, block), communicator(compressors.example(method)), *cells))
     return lines
 
 

@@ -49,7 +49,8 @@ def caption(name: str) -> str:
 
 def draw(name: str) -> bytes:
     """Draw every element of a gradient against its decoded value."""
-    config = {"compressor": name, "memory": "none", "default_rules": False, **_options(name)}
+    needed = compressors.needed(name)
+    config = {"compressor": name, **needed, "memory": "none", "default_rules": False, **_options(name)}
     simulation = Simulation(1, {"x": SHAPE}, config)
     steps = LATER.get(name, 1)
     gradient = sample()

@@ -24,7 +24,17 @@ from grace.core.methods.compressor import Compressor
 from grace.core.plan.plan import make_plan
 from grace.core.plan.unit import Unit
 from grace.core.spec import Ranks
-from grace.listing import EXAMPLE, FAMILIES, Family, communicator, feedback, of_literature, taken
+from grace.listing import (
+    EXAMPLE,
+    FAMILIES,
+    Family,
+    communicator,
+    feedback,
+    memory_of,
+    of_literature,
+    required,
+    taken,
+)
 
 # The bytes that depend on the data, by method.
 SOURCE = "bytes_by_data"
@@ -33,6 +43,7 @@ BIAS = {
     "harms": "error feedback harms it",
     "optional": "error feedback is optional",
     "recommended": "use error feedback",
+    "depends on the model": "it depends on the model whether error feedback helps",
     "not needed": "exact",
 }
 
@@ -77,7 +88,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 def units(name: str, ranks: int) -> list[Unit]:
     """Return the units as which some ranks exchange the example by `auto`."""
-    config = make_config(compressor=name, default_rules=False)
+    config = make_config({"compressor": name, **compressors.needed(name), "default_rules": False})
     return make_plan([EXAMPLE], config, ranks=Ranks(ranks)).units
 
 
@@ -123,7 +134,7 @@ def accepted(registry: Registry[Any], name: str, option: str, hint: Any) -> str:
     if hint is Compressor:
         return "the name of a compressor, or a table with `name` and options"
     try:
-        registry.make({"name": name, option: -1})
+        registry.example(name, **{option: -1})
     except ConfigError as error:
         if said := re.search(r": (.*?)[;,] received", str(error)):
             return markdown(re.sub(rf"^{option} must (be |lie )?", "", said[1]))
@@ -136,9 +147,12 @@ def options(registry: Registry[Any], name: str) -> list[str]:
     hints = fields_of(cls)
     if not hints:
         return []
-    defaults = {f.name: json.dumps(f.default) for f in dataclasses.fields(cls) if f.init}
+    needed = required(cls)
+    defaults = {f.name: f"`{json.dumps(f.default)}`" for f in dataclasses.fields(cls) if f.name not in needed}
     lines = [row("option", "default", "accepts"), row("---", "---", "---")]
-    return lines + [row(f"`{o}`", f"`{defaults[o]}`", accepted(registry, name, o, hint)) for o, hint in hints.items()]
+    return lines + [
+        row(f"`{o}`", defaults.get(o, "required"), accepted(registry, name, o, hint)) for o, hint in hints.items()
+    ]
 
 
 def bytes_text(sent: Sent) -> str:
@@ -152,6 +166,11 @@ def communicator_text(compressor: Compressor) -> str:
     two, more = (taken(compressor, ranks) for ranks in (2, 3))
     text = f"`auto`: `{two}`" + ("" if two == more else f" on 2 ranks, `{more}` from 3")
     return text if compressor.summable else f"{text}; `allreduce` is not possible"
+
+
+def memory_text(name: str) -> str:
+    """Return which memory is the default, or that there is none."""
+    return "must be named" if "memory" in compressors.needed(name) else f"`{memory_of(name)}` by default"
 
 
 def optimizers(name: str) -> dict[str, str]:
@@ -186,7 +205,7 @@ def link(name: str, block: Block) -> str:
 
 def section(name: str, block: Block) -> list[str]:
     """Return the lines of the section of a method."""
-    compressor = compressors.make(name)
+    compressor = compressors.example(name)
     text = text_of(type(compressor))
     bias = "unbiased" if compressor.unbiased else "biased"
     if name == "none":
@@ -196,7 +215,7 @@ def section(name: str, block: Block) -> list[str]:
     facts = {
         "bytes per element": f"{bytes_text(sent(name))}; uncompressed: 4",
         "communicator": communicator_text(compressor),
-        "memory": f"`{compressor.default_memory}` by default",
+        "memory": memory_text(name),
         "bias": bias,
         **optimizers(name),
     }
@@ -264,12 +283,12 @@ def family_table(block: Block) -> list[str]:
         row("---", "---", "---", *["---:"] * 5, "---", "---", "---"),
     ]
     for name in family.methods:
-        compressor, size = compressors.make(name), sent(name)
+        compressor, size = compressors.example(name), sent(name)
         about = "" if size.exact else "about "
         lines.append(
             row(
                 link(name, block),
-                compressor.default_memory,
+                memory_of(name),
                 communicator(compressor),
                 f"{about}{size.total:.3g}",
                 *(f"{received(name, n):.3g}" for n in RANKS),

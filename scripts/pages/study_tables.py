@@ -16,6 +16,7 @@ import measurements
 from registry import ROOT, Block, kind, wrapped
 from registry import row as table_row
 
+from grace.core.config.registry import compressors
 from grace.report.methods import DENSE, methods
 from grace.report.study import USUAL_RANKS
 from grace.report.table import Row, Table, tables
@@ -179,7 +180,8 @@ def feedback(block: Block) -> list[str]:
         for place in places:
             texts = [percent(row_of(label, *place), *place, band=False) for label in both]
             cells.append(" / ".join(texts) if all(texts) else "")
-        lines.append(table_row(f"`{name}`", "with" if on else "without", *cells))
+        asked = "memory" in compressors.needed(methods()[name].config["compressor"])
+        lines.append(table_row(f"`{name}`", "to be named" if asked else "with" if on else "without", *cells))
     return lines
 
 

@@ -84,8 +84,9 @@ def test_the_timed_step_is_that_of_the_engine(name):
     unit = make_unit(name, numel)
     step = LocalStep(unit, get_ops("numpy"), RANKS)
     # Where a payload can be added, it is timed as a summed one. On two ranks, "auto" gathers that of `uniform`.
-    travels = {"communicator": usual_communicator(compressors.make(name))}
-    simulation = Simulation(RANKS, [unit.spec], {"compressor": name, "default_rules": False, **travels})
+    travels = {"communicator": usual_communicator(compressors.example(name))}
+    config = {"compressor": name, **compressors.needed(name), "default_rules": False, **travels}
+    simulation = Simulation(RANKS, [unit.spec], config)
     # gradiveq starts to compress after ten steps.
     for number in range(12):
         gradients = drawn(numel, number)
@@ -213,12 +214,12 @@ def error(name, framework="numpy", ranks=RANKS, numel=2000, **options):
 @pytest.mark.parametrize("name", list(compressors))
 def test_the_error_is_that_of_a_step_without_memory(name):
     shape = near_square(2000)
-    travels = {"communicator": usual_communicator(compressors.make(name))}
-    config = {"compressor": name, "memory": "none", "default_rules": False, **travels}
+    travels = {"communicator": usual_communicator(compressors.example(name))}
+    config = {"compressor": name, **compressors.needed(name), "memory": "none", "default_rules": False, **travels}
     simulation = Simulation(RANKS, {"tensor": shape}, config)
     gradients = Gradients(shape, (measure.WARM_UP + 1) * RANKS)
     given = [gradients.array()[gradients.window(rank)].reshape(shape) for rank in range(RANKS)]
-    for _ in range(4 if keeps_state(compressors.make(name)) else 1):
+    for _ in range(4 if keeps_state(compressors.example(name)) else 1):
         merged = simulation.step([{"tensor": g} for g in given])[0]["tensor"].astype(np.float64)
     mean = sum(g.astype(np.float64) for g in given) / RANKS
     assert error(name) == pytest.approx(np.sum((merged - mean) ** 2) / np.sum(mean**2), rel=1e-9)

@@ -80,7 +80,7 @@ def test_a_variant_counts_once():
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_every_method_is_read(name):
-    default = compressors.get(name)()
+    default = compressors.example(name)
     options = {key: value for key, value in compressors.config_of(default).items() if key != "name"}
     variant = Variant(name, json.loads(json.dumps(options)))
     assert parse_variants([variant.label]) == [variant]

@@ -45,8 +45,9 @@ def test_the_line_is_seen_without_any_set_up():
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_every_method_is_told_in_one_line_with_the_bytes_of_its_plan(name):
-    (_, plan), *_ = stages({"compressor": name, "default_rules": False})
-    line = said({"compressor": name, "default_rules": False})
+    config = {"compressor": name, **compressors.needed(name), "default_rules": False}
+    (_, plan), *_ = stages(config)
+    line = said(config)
     assert line.count("\n") == 1
     assert line == f"grace: {summary(plan, 3)} exchange.report() lists them.\n" or "until step" in line
     count = sum(compressors.name_of(item.compressor) == name for item in plan.assignments)

@@ -301,7 +301,11 @@ def test_rules_and_stages_choose_codings():
         ({"compressor": "qsgd", "coding": {"norms": "rans"}}, ConfigError, "Leave 'norms' out"),
         ({"compressor": "qsgd", "coding": {"codes": "golomb"}}, ConfigError, "cannot code the field 'codes'.*huffman"),
         ({"compressor": "topk", "coding": "rans"}, ConfigError, r"suits no field of .*values \(float32\)"),
-        ({"compressor": "randomk", "coding": "rans"}, IncompatibleError, "Allreduce.* adds payloads on the way"),
+        (
+            {"compressor": "randomk", "memory": "none", "coding": "rans"},
+            IncompatibleError,
+            "Allreduce.* adds payloads on the way",
+        ),
         ({"compressor": "qsgd", "coding": "rans", "communicator": "allreduce"}, IncompatibleError, "QSGD"),
         ({"compressor": "topk", "coding": "golomb", "communicator": "broadcast"}, IncompatibleError, "other lengths"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from grace.core.communicators.auto import Auto
 from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.topk import TopK
-from grace.core.config.config import Config, Method, Rule, dense_method, make_config
+from grace.core.config.config import Config, Method, Rule, change_config, dense_method, make_config
 from grace.core.config.registry import communicators, compressors, fields_of, memories
 from grace.core.errors import MOST, SYNONYMS, ConfigError, GraceError, GraceWarning, IncompatibleError, meant
 from grace.core.memories.none import NoMemory
@@ -172,7 +172,7 @@ def test_everything_follows_from_the_compressor():
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_every_compressor_has_parts_that_suit_it(name):
-    config = make_config(compressor=name)
+    config = make_config(compressor=name, **compressors.needed(name))
     assert memories.name_of(config.method.memory) == config.method.compressor.default_memory
     assert communicators.name_of(config.method.communicator) == "auto"
 
@@ -185,13 +185,30 @@ def test_every_compressor_has_parts_that_suit_it(name):
         ({"compressor": "qsgd", "quantum_num": 64}, {"quantum_num": 64}),
         ({"compressor": "threshold", "threshold": 0.02}, {"threshold": 0.02}),
         ({"compressor": "powersgd", "compress_rank": 2}, {"compress_rank": 2}),
-        ({"compressor": "randomk", "compress_ratio": 0.3}, {"compress_ratio": 0.3}),
+        ({"compressor": "randomk", "compress_ratio": 0.3, "memory": "none"}, {"compress_ratio": 0.3}),
     ],
 )
 def test_the_keys_of_the_original_framework_mean_what_they_mean_there(config, expected):
     made = make_config(config)
     fields = {**vars(made.method.compressor), **vars(made.method.memory)}
     assert {key: fields[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", [name for name in compressors if compressors.about(name).needs])
+def test_what_must_be_named_has_an_example(name):
+    """Tables, benchmarks and tests take the example, and a change of an option asks for nothing again."""
+    needed = compressors.needed(name)
+    config = make_config({"compressor": name, **needed})
+    assert config.method.compressor == compressors.example(name) == dict(compressors.ready())[name]
+    for key in needed:
+        with pytest.raises(ConfigError, match=f"needs a value for {key}: expected .*, received "):
+            make_config({"compressor": name, **{k: value for k, value in needed.items() if k != key}})
+    changes = {f: getattr(config.method.compressor, f) for f in fields_of(type(config.method.compressor))}
+    assert change_config(config, changes) == config
+
+
+def test_where_one_memory_is_known_to_be_good_none_must_be_named():
+    assert make_config(compressor="randomk", scaled=True).method.memory == NoMemory()
 
 
 def test_a_named_memory_replaces_the_default():
@@ -234,8 +251,22 @@ def test_a_named_memory_replaces_the_default():
         ({"compressor": "qsgd", "norm": "l1"}, r"'norm'.*l2.*max.*received 'l1'"),
         ({"compressor": "qsgd", "bucket_size": -1}, r"received -1"),
         ({"compressor": "powersgd", "compress_rank": 0}, r"at least 1, received 0"),
+        (
+            {"compressor": "threshold", "capacity": 0.1},
+            r"compressor 'threshold' needs a value for threshold: expected .*, received none.*Write threshold =",
+        ),
+        ({"compressor": "chain", "sparsifier": "threshold"}, r"compressor 'threshold' needs a value for threshold"),
+        (
+            {"compressor": "randomk"},
+            r"configuration: compressor 'randomk' needs a value for memory: expected 'none' or 'residual'.*With SGD",
+        ),
+        ({"compressor": "topk", "rules": [{"compressor": "randomk"}]}, r"rule 1: .*needs a value for memory"),
+        (
+            {"compressor": "topk", "schedule": [{"step": 9, "compressor": "randomk"}]},
+            r"stage 1 of the schedule: .*needs a value for memory",
+        ),
         ({"compressor": "threshold", "threshold": -1.0}, r"at least 0, received -1.0"),
-        ({"compressor": "threshold", "capacity": 0.0}, r"capacity.*received 0.0"),
+        ({"compressor": "threshold", "threshold": 0.1, "capacity": 0.0}, r"capacity.*received 0.0"),
         ({"compressor": "terngrad", "clip_factor": 0.0}, r"positive or null, received 0.0"),
         ({"compressor": "dgc", "sample_ratio": 0.0}, r"sample_ratio.*received 0.0"),
         ({"compressor": "dgc", "overshoot": 0.5}, r"overshoot.*0.5"),
@@ -297,7 +328,10 @@ def test_a_wrong_configuration_is_refused_with_what_would_be_right(config, told)
             {"compressor": "topk", "memory": "diana", "communicator": "allreduce"},
             r"Allreduce\(\).*TopK.*Valid .*: allgather, auto, broadcast, hierarchical\.",
         ),
-        ({"compressor": "threshold", "communicator": "broadcast"}, r"Broadcast\(\).*the size of .*Valid .*: allgather"),
+        (
+            {"compressor": "threshold", "threshold": 0.1, "communicator": "broadcast"},
+            r"Broadcast\(\).*the size of .*Valid .*: allgather",
+        ),
         ({"compressor": "qsgd", "memory": "dgc"}, r"'dgc'.*QSGD.*Valid memories: none, residual"),
         ({"compressor": "topk", "rules": [{"compressor": "signsgd", "communicator": "allreduce"}]}, r"Allreduce"),
     ],
@@ -315,10 +349,10 @@ def test_what_an_incompatibility_calls_valid_is_valid():
         for kind, registry in (("memory", memories), ("communicator", communicators)):
             for name in registry:
                 try:
-                    make_config(compressor=compressor, **{kind: name})
+                    make_config({"compressor": compressor, **compressors.needed(compressor), kind: name})
                 except IncompatibleError as error:
                     for valid in str(error).partition("Valid ")[2].partition(": ")[2].rstrip(".").split(", "):
-                        make_config(compressor=compressor, **{kind: valid})
+                        make_config({"compressor": compressor, **compressors.needed(compressor), kind: valid})
                         told += 1
     assert told > 10
 
@@ -391,8 +425,11 @@ def test_names_are_compared_without_case_hyphens_and_underscores(kind, name):
     registry = KINDS[kind]
     for spelling in spellings(name):
         assert spelling in registry
-        assert registry.make(spelling) == registry.make({"name": spelling}) == registry.make(name)
-        assert registry.config_of(registry.make(spelling))["name"] == name
+        made = registry.example(spelling)
+        assert made == registry.make({**registry.config_of(made), "name": spelling}) == registry.example(name)
+        assert registry.config_of(made)["name"] == name
+        if not registry.about(name).needs:
+            assert registry.make(spelling) == made
 
 
 def test_names_in_other_forms_make_the_same_configuration():
@@ -413,13 +450,14 @@ def test_every_synonym_names_options_that_exist():
 @pytest.mark.parametrize("name", list(compressors))
 def test_a_synonym_gets_the_option_of_the_chosen_method(name):
     """Suggestions are options that the method, its memory or its communicator has, and the suggestion works."""
-    method = make_config(compressor=name).method
+    needed = compressors.needed(name)
+    method = make_config(compressor=name, **needed).method
     valid = {key for part in (method.compressor, method.memory, method.communicator) for key in fields_of(type(part))}
     for word, known in SYNONYMS.items():
         if word in valid:
             continue
         with pytest.raises(ConfigError) as caught:
-            make_config({"compressor": name, word: 1})
+            make_config({"compressor": name, **needed, word: 1})
         suggested = meant(word, {*valid, *make_config(compressor="none").to_dict(), "warmup_steps"})
         for option in {*known} & valid:
             assert option in suggested
@@ -460,10 +498,10 @@ def test_a_message_has_at_most_five_candidates():
     wrong = [{"compressor": "x"}, {"compressor": "topk", "memory": "x"}, {"compressor": "topk", "communicator": "x"}]
     wrong += [{"compressor": "topk", "rules": [{"x": 1}]}, {"compressor": "topk", "coding": "x"}]
     wrong += [{"compressor": "topk", key: "x"} for key in ("index_coding", "granularity")]
-    wrong += [{"compressor": name, "x": 1} for name in compressors]
+    wrong += [{"compressor": name, **compressors.needed(name), "x": 1} for name in compressors]
     wrong += [{"compressor": {"name": name, "x": 1}} for name in compressors]
-    wrong += [{"compressor": name, "communicator": other} for name in compressors for other in communicators]
-    wrong += [{"compressor": name, "memory": other} for name in compressors for other in memories]
+    for kind in ("memory", "communicator"):
+        wrong += [{"compressor": n, **compressors.needed(n), kind: other} for n in compressors for other in KINDS[kind]]
     for config in wrong:
         try:
             make_config(config)

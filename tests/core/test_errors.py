@@ -108,7 +108,7 @@ def test_a_shape_that_is_no_sequence_of_whole_numbers(shape):
 
 @pytest.mark.parametrize("compressor", list(compressors))
 def test_integers_of_numpy_in_shapes_are_whole_numbers(compressor):
-    config = {"compressor": compressor, "default_rules": False}
+    config = {"compressor": compressor, **compressors.needed(compressor), "default_rules": False}
     merged = []
     for size, shape, vector in ((2, (24, 40), (5000,)), (np.int64(2), np.array([24, 40]), [np.int32(5000)])):
         sim = grace.Simulation(size, {"matrix": shape, "vector": vector}, config)
@@ -180,7 +180,7 @@ def trained(**config):
         ({"tensors": {"a": SHAPE, "b": SHAPE, "c": SHAPE, "d": SHAPE}}, "c, d are only on one side"),
         ({"tensors": {"a": SHAPE, "b": (30, 20, 1, 2)}}, "'b'.*expected.*1200.*received.*600"),
         ({"memory": "none"}, "'b'.*'none'.*'residual'"),
-        ({"compressor": "threshold"}, "'b'.*'threshold'.*'topk'"),
+        ({"compressor": "threshold", "threshold": 0.01}, "'b'.*'threshold'.*'topk'"),
     ],
     ids=["fewer tensors", "more tensors", "shape", "memory", "compressor"],
 )
@@ -253,7 +253,7 @@ def test_a_reset_starts_over():
 def test_ranks_at_different_steps_are_stopped(compressor):
     """One rank loaded a checkpoint, the other did not. So their random numbers no longer agree."""
     # With a bucket per tensor, payloads of the first arrive while the second is compressed.
-    options = {"size": 2, "compressor": compressor, "bucket_bytes": 0}
+    options = {"size": 2, "compressor": compressor, **compressors.needed(compressor), "bucket_bytes": 0}
     sim, old = trained(**options), simulation(**options)
     sim.runs[1].load_state_dict(saved(old, 1), copy)
     before = [saved(sim, rank)["tensors"] for rank in range(2)]
@@ -280,7 +280,7 @@ METHODS_WITH_STATE = {
     "dgc": {},
     "gradiveq": {"slice_size": 30, "components": 2},
     "lpc": {"memory": "svrg"},
-    "threshold": {"memory": "residual", "lr_correction": True},
+    "threshold": {"threshold": 0.01, "memory": "residual", "lr_correction": True},
     "hardthreshold": {"compress_ratio": 0.1},
     "scheduled": {"compressor": "topk", "schedule": [{"step": 2, "compressor": "qsgd"}]},
 }
@@ -369,7 +369,7 @@ def test_loading_a_checkpoint_drops_a_step_that_was_under_way():
 
 
 STATEFUL = {
-    **{name: {"compressor": name} for name in compressors},
+    **{name: {"compressor": name, **compressors.needed(name)} for name in compressors},
     **{f"memory {name}": {"compressor": "topk", "memory": name} for name in memories},
     "memory dore": {"compressor": "qsgd", "memory": "dore", "communicator": "two_shot"},
     "memory powersgd": {"compressor": "powersgd"},

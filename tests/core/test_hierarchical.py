@@ -50,7 +50,7 @@ class TestHierarchical(WithTypical, CommunicatorContract):
 
 @pytest.mark.parametrize("name", ["topk", "qsgd", "efsignsgd", "randomk", "fp16", "signsgd"])
 def test_one_rank_per_node_is_the_exchange_between_nodes(name):
-    usual = usual_communicator(compressors.make(name))
+    usual = usual_communicator(compressors.example(name))
     plain = Method(*(getattr(method(name), kind) for kind in ("compressor", "memory")), communicators.make(usual))
     chosen = method(name, local_size=1, between=usual)
     alone, flat = (simulate(one, size=3, specs=SPECS) for one in (chosen, plain))

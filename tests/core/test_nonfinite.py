@@ -109,7 +109,7 @@ def test_large_finite_gradients_overflow_no_state(chosen):
 def test_without_kernels_no_method_computes_with_a_bad_gradient(name, monkeypatch):
     """NumPy would warn of it."""
     monkeypatch.setenv("GRACE_NATIVE", "0")
-    chosen = Method(compressors.make(name), memories.make("none"), communicators.make("allgather"))
+    chosen = Method(compressors.example(name), memories.make("none"), communicators.make("allgather"))
     sim = simulate(chosen, specs=[TensorSpec("matrix", (24, 40))])
 
     def poison(name, rank, x):
@@ -136,7 +136,7 @@ def test_values_that_a_sparsifier_only_copies_are_not_looked_at(name, options, l
 
 @pytest.mark.parametrize("name", ["qsgd", "eden", "signsgd"])
 def test_norms_of_a_bad_gradient_are_measured(name):
-    chosen = Method(compressors.make(name), memories.make("none"), communicators.make("allgather"))
+    chosen = Method(compressors.example(name), memories.make("none"), communicators.make("allgather"))
     sim = simulate(chosen, specs=[TensorSpec("matrix", (24, 40))])
     for run in sim.runs:
         run.track_norms = True

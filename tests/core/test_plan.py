@@ -223,7 +223,11 @@ def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
         TensorSpec("loud", (100, 100)),
         TensorSpec("scalar", ()),
     ]
-    rules = [rule("powersgd", match="table"), rule("threshold", match="loud"), rule("qsgd", match="no such tensor")]
+    rules = [
+        rule("powersgd", match="table"),
+        rule("threshold", match="loud", threshold=0.01),
+        rule("qsgd", match="no such tensor"),
+    ]
     plan = make_plan(specs, make_config({**TOPK, "rules": rules}), delegate=lambda item: item.spec.name == "scalar")
     report = plan.report()
     lines = {line.split()[0]: line for line in report.splitlines()}
@@ -255,6 +259,8 @@ def test_the_report_names_every_tensor_its_bytes_and_why_it_is_dense():
         ({"compressor": "onebit"}, None),
         ({"compressor": "qsgd", "memory": "residual"}, "adds them to the variance"),
         ({"compressor": "terngrad", "memory": "residual"}, "error can exceed"),
+        ({"compressor": "randomk", "memory": "residual"}, None),
+        ({"compressor": "randomk", "memory": "none"}, None),
         ({"compressor": "randomk", "scaled": True, "memory": "residual"}, "adds them to the variance"),
         ({"compressor": "signsgd", "memory": "residual"}, "not the mean"),
     ],
@@ -270,10 +276,11 @@ def test_the_report_warns_of_error_feedback_that_need_not_converge(config, told)
 def test_a_method_without_its_error_feedback_is_told_once(name):
     """A method that drops a part of the gradient needs a memory; its default memory says whether it does."""
     specs = [TensorSpec(key, (64, 64)) for key in "ab"]
-    default = compressors.make(name).default_memory
-    loses = bool(memories.make(default).feeds_back)
+    default = compressors.example(name).default_memory
+    loses = bool(memories.make(default).feeds_back) and "memory" not in compressors.needed(name)
     for memory, count in ((None, 0), (default, 0), ("none", int(loses))):
-        config = make_config({"compressor": name, **({"memory": memory} if memory else {}), "granularity": "layer"})
+        named = {"memory": memory} if memory else {}
+        config = make_config({"compressor": name, **compressors.needed(name), **named, "granularity": "layer"})
         told = [text for text in make_plan(specs, config).warnings if "lost for good" in text]
         assert len(told) == count, memory
         assert all(f"leave 'memory' out, or set it to '{default}'" in text for text in told)
@@ -323,7 +330,7 @@ def test_harm_is_told_before_the_tensors_are_known(caplog):
         ({"compressor": "dgc", "compress_ratio": 0.6}, 8 * int(0.6 * 4096)),
         ({"compressor": "topk", "compress_ratio": 0.5}, None),
         ({"compressor": "dgc", "compress_ratio": 0.4}, None),
-        ({"compressor": "threshold"}, None),
+        ({"compressor": "threshold", "threshold": 0.01}, None),
         ({"compressor": "topk", "compress_ratio": 0.6, "index_coding": "bitmap"}, None),
     ],
     ids=str,
@@ -337,7 +344,7 @@ def test_the_report_warns_of_payloads_larger_than_the_gradient(config, bytes_sen
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_no_method_is_warned_of_its_own_memory(name):
-    plan = make_plan([TensorSpec("w", (64, 64))], make_config({"compressor": name}))
+    plan = make_plan([TensorSpec("w", (64, 64))], make_config({"compressor": name, **compressors.needed(name)}))
     assert plan.warnings == ()
 
 
@@ -346,10 +353,10 @@ def test_no_method_is_warned_of_its_own_memory(name):
     [
         ({"compressor": "signsgd"}, "smaller learning rate"),
         ({"compressor": "signum"}, "smaller learning rate"),
-        ({"compressor": "randomk", "compress_ratio": 0.01}, "raise compress_ratio"),
+        ({"compressor": "randomk", "memory": "none", "compress_ratio": 0.01}, "raise compress_ratio"),
         ({"compressor": "wangni", "compress_ratio": 0.01}, "raise compress_ratio"),
         ({"compressor": "wangni", "compress_ratio": 0.01, "variance_budget": 1.0}, None),
-        ({"compressor": "randomk"}, None),
+        ({"compressor": "randomk", "memory": "none"}, None),
         ({"compressor": "topk", "rules": [{"match": "b", "compressor": "signsgd"}]}, "smaller learning rate"),
     ],
 )

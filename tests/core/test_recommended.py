@@ -88,7 +88,7 @@ def test_momentum_twice_is_told(compressor):
         {"compressor": "topk"},
         {"compressor": "TopK".lower(), "compress_ratio": 0.05},
         {"compressor": "efsignsgd"},
-        {"compressor": "qsgd", "rules": [{"match": "*", "compressor": "randomk"}]},
+        {"compressor": "qsgd", "rules": [{"match": "*", "compressor": "randomk", "memory": "none"}]},
         {"compressor": "none", "schedule": [{"step": 9, "compressor": "onebit"}]},
     ],
 )

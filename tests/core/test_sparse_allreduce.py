@@ -28,7 +28,7 @@ WIDE = TensorSpec("wide", (300, 200))
 
 
 def method(compressor, reduction, memory=None):
-    compressor = compressors.make(compressor)
+    compressor = compressors.example(compressor) if isinstance(compressor, str) else compressors.make(compressor)
     memory = memories.make(memory or compressor.default_memory)
     return Method(compressor, memory, SparseAllreduce(reduction))
 
@@ -247,7 +247,7 @@ def test_ranks_that_choose_nothing_take_part(reduction):
 )
 def test_what_is_not_sparse_is_refused(name, told):
     with pytest.raises(IncompatibleError, match=told):
-        grace.make_config(compressor=name, communicator="sparse_allreduce")
+        grace.make_config(compressor=name, **compressors.needed(name), communicator="sparse_allreduce")
 
 
 @pytest.mark.parametrize("key", ["index_coding", "coding"])

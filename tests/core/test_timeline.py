@@ -25,7 +25,7 @@ OPTIONS = {"bucket_bytes": 4096, "split_bytes": 4096}
 
 
 def chosen(name):
-    return registered.default_method(compressors.make(name))
+    return registered.default_method(compressors.example(name))
 
 
 def check(run):

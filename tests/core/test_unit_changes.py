@@ -361,7 +361,7 @@ def test_a_resting_tensor_keeps_its_residual_and_moves_nothing(cut, memory):
 @pytest.mark.parametrize("communicator", ["allgather", "two_shot", "allreduce"])
 def test_ranks_that_freeze_other_tensors_are_stopped(communicator):
     compressor = "randomk" if communicator == "allreduce" else "topk"
-    options = {"compressor": compressor, "communicator": communicator, "default_rules": False}
+    options = {"compressor": compressor, "memory": "residual", "communicator": communicator, "default_rules": False}
     sim = Simulation(3, [SPECS[0], SPECS[1]], options)
     step(sim, 0)
     for rank, (run, mine) in enumerate(zip(sim.runs, gradients(sim, 1), strict=True)):

@@ -76,7 +76,7 @@ def test_sum_is_the_size_times_the_average(chosen):
     "communicator", sorted(set(communicators) - registered.OF_SHARDS - {"auto", "sparse_allreduce"})
 )
 def test_no_compression_is_the_mean(communicator, compressor):
-    chosen = Method(compressors.make(compressor), memories.make("none"), communicators.make(communicator))
+    chosen = Method(compressors.example(compressor), memories.make("none"), communicators.make(communicator))
     sim = simulate(chosen)
     merged = step(sim, 0)[2]
     for spec in SPECS:
@@ -87,10 +87,10 @@ def test_no_compression_is_the_mean(communicator, compressor):
         assert error <= eps * np.abs(expected).max(initial=0.0), spec
 
 
-@pytest.mark.parametrize("name", [name for name in compressors if compressors.make(name).summable])
+@pytest.mark.parametrize("name", [name for name in compressors if compressors.example(name).summable])
 def test_gathered_payloads_give_what_summed_ones_give(name):
     summed, gathered = (
-        Method(compressors.make(name), memories.make("none"), communicators.make(communicator))
+        Method(compressors.example(name), memories.make("none"), communicators.make(communicator))
         for communicator in ("allreduce", "allgather")
     )
     expected, got = (step(simulate(chosen), 0)[0] for chosen in (summed, gathered))

@@ -44,7 +44,7 @@ def begun(unit, ops, place):
 @pytest.mark.parametrize("framework", IN_PLACE)
 @pytest.mark.parametrize("name", DIRECT)
 def test_the_longest_field_is_not_copied(name, framework, short):
-    ops, compressor = with_kernels(framework), compressors.make(name)
+    ops, compressor = with_kernels(framework), compressors.example(name)
     unit = unit_of(compressor, memories.make("none"), SPEC)
     layout = GatherLayout([SPEC], [unit.fields], [True])
     buffer = layout.buffer(ops)

@@ -21,7 +21,7 @@ METHODS = [
     {"compressor": "eden", "bits": 2},
     {"compressor": "powersgd", "compress_rank": 4},
     {"compressor": "efsignsgd"},
-    {"compressor": "randomk", "compress_ratio": 0.1},
+    {"compressor": "randomk", "memory": "residual", "compress_ratio": 0.1},
     {"compressor": "dct", "compress_ratio": 0.05},
     {"compressor": "hardthreshold", "compress_ratio": 0.05},
     {"compressor": "onebit"},

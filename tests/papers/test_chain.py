@@ -210,7 +210,7 @@ def test_the_error_of_values_of_any_number_adds_up():
 @pytest.mark.parametrize("name", ["efsignsgd", "terngrad", "alq", {"name": "qsgd", "bucket_size": 0}])
 def test_quantizers_that_need_the_number_of_values_are_refused_with_those_that_do_not(name):
     with pytest.raises(ConfigError, match=r"must know it before; .* need not: bf16, .*none, nuqsgd, qsgd"):
-        make("chain", sparsifier="threshold", quantizer=name)
+        make("chain", sparsifier={"name": "threshold", "threshold": 1.0}, quantizer=name)
     make("chain", sparsifier="topk", quantizer=name)
 
 
@@ -247,7 +247,7 @@ def test_values_that_are_fewer_than_their_indices_are_refused():
 
 
 def test_every_method_of_any_length_is_tested():
-    names = [name for name in compressors if name != "chain" and compressors.make(name).of_any_length]
+    names = [name for name in compressors if name != "chain" and compressors.example(name).of_any_length]
     assert names == sorted(ANY_LENGTH)
 
 

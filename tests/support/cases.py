@@ -88,7 +88,7 @@ def possible(row: dict[str, Any]) -> bool:
 @functools.cache
 def works(method: str, communicator: str) -> bool:
     try:
-        make_config({"compressor": method, "communicator": communicator})
+        make_config({"compressor": method, **compressors.needed(method), "communicator": communicator})
     except IncompatibleError:
         return False
     return True
@@ -105,7 +105,7 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a row."""
     name = row["method"]
     travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
-    method = _COMBINATIONS.get(name, {"compressor": name})
+    method = _COMBINATIONS.get(name) or {"compressor": name, **compressors.needed(name)}
     return {**method, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
 
 

@@ -20,7 +20,7 @@ NAMES = {TORCH: "torch", TENSORFLOW: "tensorflow", MPI: "mpi"}
 _MPI_FLAGS = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
 # Methods whose payloads are summed by an allreduce.
-SUMMED = frozenset(name for name in compressors if compressors.make(name).summable)
+SUMMED = frozenset(name for name in compressors if compressors.example(name).summable)
 
 
 class Launch(NamedTuple):

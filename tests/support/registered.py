@@ -37,7 +37,7 @@ MEMORIES_OF_SHARDS = {"dore", "dore_mean"}
 
 def default_compressors() -> list[Compressor]:
     """Return one compressor per registered name."""
-    return [compressors.make(name) for name in compressors]
+    return [compressors.example(name) for name in compressors]
 
 
 def _extras(registry: Registry) -> list:
@@ -106,7 +106,7 @@ def name(one: Compressor | Memory | Method) -> str:
 
 @cache
 def _default(registry: Registry, name: str) -> dict:
-    return registry.config_of(registry.make(name))
+    return registry.config_of(registry.example(name))
 
 
 def by_name(parts: list, kind: str | None = None) -> dict:

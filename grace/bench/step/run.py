@@ -12,6 +12,7 @@ from typing import Any
 from grace.bench.step.methods import Method
 from grace.bench.step.network import LINKS, Network
 from grace.bench.step.ranks import Ranks
+from grace.core.config.registry import compressors
 
 WARM_UP = 3
 
@@ -36,7 +37,9 @@ class Setting:
 
     def options_of(self, method: Method) -> dict[str, Any]:
         """Return the options of a method's configuration."""
-        return {**self.options, **method.options} if method.compresses else {}
+        if not method.compresses:
+            return {}
+        return {**compressors.needed(method.name), **self.options, **method.options}
 
     @property
     def rate(self) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
-from grace.core.config.registry import About, Setting, compressors
+from grace.core.config.registry import About, Need, Setting, compressors
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Site
@@ -28,7 +28,16 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
             {"compress_ratio": 1.0},
         ],
         # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
-        digits=Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1}),
+        digits=Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1, "memory": "residual"}),
+        needs={
+            "memory": Need(
+                "residual",
+                "expected 'none' or 'residual', received neither, and neither is good everywhere. In the study, error "
+                "feedback diverged or fell behind with SGD and momentum, and with Adam it helped on two tasks of three "
+                "(docs/communicators_and_memories.md). With SGD write memory = 'none', or 'residual' and lower the "
+                "momentum; with Adam try both.",
+            )
+        },
     ),
 )
 @dataclass(frozen=True)
@@ -41,7 +50,8 @@ class RandomK(Sparsifier, Thinning):
     seed, tensor and step, so only the k values travel, by allreduce. So this is also the method of random masks with k
     ones. With `mode="block"` (block-random-k) K is one run of k consecutive coordinates from a random one on. If it
     reaches the end, it continues at the beginning, so that all coordinates are drawn equally often. `scaled=False` is a
-    contraction with delta = k/d in expectation; use it with error feedback. `scaled=True` is unbiased with E|x -
+    contraction with delta = k/d in expectation. Error feedback suits some models and makes others diverge, so the
+    memory must be named: "residual", as in the paper, or "none". `scaled=True` is unbiased with E|x -
     C(x)|^2 = (d/k - 1) |x|^2; use it without error feedback.
 
     Error: 0.9 |x|^2 for normal x; 9 |x|^2 with `scaled=true`.

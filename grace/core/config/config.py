@@ -468,7 +468,7 @@ def _make_method(values: Mapping[str, Any], other_keys: Iterable[str], where: st
     made: dict[str, Any] = {}
     for kind in _COMPONENTS:
         registry = _REGISTRIES[kind]
-        choice = values[kind] if kind in values else _default(kind, made)
+        choice = values[kind] if kind in values else _default(kind, made, where)
         if isinstance(choice, str):
             choice = {"name": choice}
         if isinstance(choice, Mapping):
@@ -493,10 +493,17 @@ def _make_method(values: Mapping[str, Any], other_keys: Iterable[str], where: st
     return Method(**made, coding=make_coding(values.get("coding", NONE), where))
 
 
-def _default(kind: str, made: Mapping[str, Any]) -> str:
-    """Return the name of a component that the user does not name."""
-    name: str = "auto" if kind == "communicator" else made["compressor"].default_memory
-    return name
+def _default(kind: str, made: Mapping[str, Any], where: str) -> str:
+    """Return the name of a component that the user does not name; raises ConfigError if it must be named."""
+    if kind == "communicator":
+        return "auto"
+    compressor: Compressor = made["compressor"]
+    name = compressors.name_of(compressor)
+    need = compressors.about(name).needs.get("memory")
+    # If error feedback is known to harm, nothing is left to ask.
+    if need and not compressor.harmed_by_feedback:
+        raise ConfigError(f"{where}: compressor '{name}' needs a value for memory: {need.why}")
+    return compressor.default_memory
 
 
 def _chosen(made: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from grace.core.config import plugins
 from grace.core.errors import ConfigError, GraceWarning, fold, nearest
@@ -37,6 +37,13 @@ class Setting:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class Need(NamedTuple):
+    """An option that a configuration must name: the value in tables and tests, and the end of the error without it."""
+
+    example: Any
+    why: str
+
+
 @dataclasses.dataclass(frozen=True)
 class About:
     """Facts for tables, examples and tests that a component is registered with; one from outside grace needs none.
@@ -53,6 +60,8 @@ class About:
     #: Configurations in the table of errors.
     errors: Sequence[Mapping[str, Any]] = ({},)
     digits: Setting = dataclasses.field(default_factory=Setting)
+    #: Options for which no single default is good: fields without one, or `memory`.
+    needs: Mapping[str, Need] = dataclasses.field(default_factory=dict)
 
 
 class Registry(Generic[T]):
@@ -164,24 +173,38 @@ class Registry(Generic[T]):
         Raises ConfigError for unknown names, unknown fields, and values of the wrong type.
         """
         if isinstance(config, str):
-            return build(self.get(config), {}, f"{self.kind} '{config}'")
+            config = {"name": config}
         if isinstance(config, Mapping):
             fields = dict(config)
             name = fields.pop("name", None)
             if not isinstance(name, str):
                 raise ConfigError(f"{self.kind}: expected a table with the key 'name', received {dict(config)!r}.")
-            return build(self.get(name), fields, f"{self.kind} '{name}'")
+            return build(self.get(name), fields, f"{self.kind} '{name}'", self.about(name).needs)
         if isinstance(config, type):
             raise ConfigError(f"{self.kind}: expected an instance, received the class {config.__name__}; call it.")
         self.name_of(config)
         return config
 
+    def needed(self, name: str) -> dict[str, Any]:
+        """Return the options that a configuration must name, with the values of tables, benchmarks and tests."""
+        return {key: need.example for key, need in self.about(name).needs.items()}
+
+    def example(self, name: str, **options: Any) -> T:
+        """Build the component of tables and tests: these options, those that it needs, and otherwise the defaults.
+
+        Raises ConfigError as `make` does, also if a component from outside grace needs options.
+        """
+        fields = fields_of(self.get(name))
+        needed = {key: value for key, value in self.needed(name).items() if key in fields}
+        return self.make({**needed, **options, "name": name})
+
     def ready(self) -> Iterator[tuple[str, T]]:
-        """Yield the name of every component that needs no options, and one with its default options."""
+        """Yield the name and the example of every component that can be built without being told options."""
         for name in self:
-            cls = self.get(name)
-            if not any(_required(f) for f in dataclasses.fields(cls) if f.init):  # type: ignore[arg-type]
-                yield name, self.make(name)
+            needed = self.needed(name)
+            fields = dataclasses.fields(self.get(name))  # type: ignore[arg-type]
+            if not any(_required(f) and f.name not in needed for f in fields if f.init):
+                yield name, self.example(name)
 
     def config_of(self, component: T) -> dict[str, Any]:
         """Return a JSON-able description, nested components included; make(config_of(component)) == component."""
@@ -207,10 +230,11 @@ def fields_of(cls: type) -> Mapping[str, Any]:
     return _fields[cls]
 
 
-def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+def build(cls: type[T], values: Mapping[str, Any], where: str, needs: Mapping[str, Need] | None = None) -> T:
     """Return cls(**values) after checking names and types; integers pass as floats. Raises ConfigError.
 
-    A field whose type is a component accepts what its registry's `make` accepts: a name, a table, or a ready component.
+    `needs` says why fields have no default. A field whose type is a component accepts what its registry's `make`
+    accepts: a name, a table, or a ready component.
     """
     fields = fields_of(cls)
     for key, value in values.items():
@@ -224,7 +248,8 @@ def build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
             )
     missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
-        raise ConfigError(f"{where} needs a value for {', '.join(missing)}.")
+        why = " ".join(needs[name].why for name in missing if name in needs) if needs else ""
+        raise ConfigError(f"{where} needs a value for {', '.join(missing)}{f': {why}' if why else '.'}")
     # JSON and TOML have no tuples; a frozen component with a list could not be hashed and would not equal the original.
     return cls(**{k: _made(v, fields[k]) for k, v in values.items()})
 

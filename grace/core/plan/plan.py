@@ -386,7 +386,9 @@ def _loses(method: Method) -> str | None:
     """Return what is lost without error feedback, if the compressor has it by default."""
     # A joint memory sends differences from what was sent before, so what is missing is in the next one.
     keeps = method.memory.feeds_back or method.memory.across_ranks == "joint"
-    if keeps or not memories.make(method.compressor.default_memory).feeds_back:
+    # Whoever had to name the memory has decided.
+    named = "memory" in compressors.needed(compressors.name_of(method.compressor))
+    if keeps or named or not memories.make(method.compressor.default_memory).feeds_back:
         return None
     return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
 

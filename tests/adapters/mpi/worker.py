@@ -307,7 +307,7 @@ def different_configurations() -> dict[str, Any]:
     shapes, topk = {"w": (40, 40), "v": (30,)}, {"compressor": "topk", "compress_ratio": 0.1}
     makes = {
         "option": lambda: make_exchange(shapes, {**topk, "compress_ratio": 0.2 if last else 0.1}),
-        "method": lambda: make_exchange(shapes, {"compressor": "randomk" if last else "topk"}),
+        "method": lambda: make_exchange(shapes, {"compressor": "randomk" if last else "topk", "memory": "residual"}),
         "seed": lambda: make_exchange(shapes, {**topk, "seed": 1 if last else 0}),
         "shape": lambda: make_exchange({"w": (40, 41 if last else 40), "v": (30,)}, topk),
         "order": lambda: make_exchange(dict(reversed(shapes.items())) if last else shapes, topk),

@@ -23,7 +23,7 @@ ALONE, GLOO_2, MPI_2, GLOO_4 = (
 # Away from two ranks of horovodrun, without --all, only these methods, in graphs and in buckets.
 ELSEWHERE = ("fp16", "threshold", "powersgd")
 # By mpirun, only the collectives that the three usually need.
-BY_MPIRUN = {(name, usual_communicator(compressors.make(name))) for name in ELSEWHERE}
+BY_MPIRUN = {(name, usual_communicator(compressors.example(name))) for name in ELSEWHERE}
 
 
 def _exchanges(row):
@@ -33,7 +33,7 @@ def _exchanges(row):
     launch = (row["launcher"], row["ranks"])
     if ALL:
         usual = (row["granularity"], row["mode"], *launch) == ("layer", "graph", "horovodrun-gloo", 2)
-        usual = usual and row["communicator"] == usual_communicator(compressors.make(row["method"]))
+        usual = usual and row["communicator"] == usual_communicator(compressors.example(row["method"]))
         return usual or row["method"] in WAYS
     # test_graphs.py has every method in a graph.
     if launch == ("horovodrun-gloo", 2):

@@ -94,7 +94,7 @@ class DividesByANumber(EFSignSGD):
         return {**super().compress(x, at), "scale": at.ops.reshape(scale, (1,))}
 
 
-@pytest.mark.parametrize("mutant", [BranchesOnAValue(), BranchesOnALength(), CountsTheSteps()], ids=repr)
+@pytest.mark.parametrize("mutant", [BranchesOnAValue(), BranchesOnALength(0.01), CountsTheSteps()], ids=repr)
 def test_code_that_cannot_be_traced_is_noticed(mutant):
     spec, ops = TensorSpec("t", (24, 40)), get_ops("tensorflow")
     exchange(mutant, ops, spec, [draw(spec, 0)])
@@ -213,13 +213,13 @@ def test_steps_in_a_graph_are_those_of_numpy(compressor):
 )
 def test_coded_steps_in_a_graph_are_those_of_numpy(name, coding):
     """Bytes of fixed and of run-time length, and as many of them as in NumPy."""
-    usual = registered.default_method(compressors.make(name))
+    usual = registered.default_method(compressors.example(name))
     check_steps(dataclasses.replace(usual, communicator=communicators.make("allgather"), coding=Coding(coding)))
 
 
 @pytest.mark.parametrize("name", rest_slow(["topk", "efsignsgd", "powersgd", "dgc"], 2))
 def test_steps_without_roll_back_in_a_graph_are_those_of_numpy(name):
-    check_steps(registered.default_method(compressors.make(name)), rollback=False)
+    check_steps(registered.default_method(compressors.example(name)), rollback=False)
 
 
 def check_steps(chosen, **options):
@@ -241,7 +241,7 @@ def check_steps(chosen, **options):
 @pytest.mark.parametrize("name", rest_slow(["threshold", "topk", "qsgd"], 1))
 def test_statistics_of_tensors_in_a_graph_are_those_of_numpy(name):
     """Of tensors that are compressed as one, among them an empty one."""
-    chosen = registered.default_method(compressors.make(name))
+    chosen = registered.default_method(compressors.example(name))
     reference = simulate(chosen, size=2, **CUTS["bucket"])
     graph = Graph(chosen, size=2, track_norms=True, **CUTS["bucket"])
     reference.track_norms = True

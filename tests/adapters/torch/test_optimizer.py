@@ -48,7 +48,7 @@ DTYPES = cases.rows(
 )
 ALONE = Launch(TORCH, "python", 1)
 # Methods that do not depend on shapes.
-JOINED = {name for name in compressors if compressors.make(name).joins}
+JOINED = {name for name in compressors if compressors.example(name).joins}
 
 LAUNCHES = cases.launches(TORCH, EXCHANGES)
 # One exchange is tested with every launch, training with the usual ones.

@@ -66,7 +66,7 @@ class Chain(QuantizedSparsifier):
                 )
         if not fixed_size(self.sparsifier) and not self.quantizer.of_any_length:
             names = [compressors.name_of(inner) for inner in (self.sparsifier, self.quantizer)]
-            fit = [name for name in _valid(_no_quantizer) if compressors.make(name).of_any_length]
+            fit = [name for name in _valid(_no_quantizer) if compressors.example(name).of_any_length]
             raise ConfigError(
                 f"chain: the number of values that '{names[0]}' keeps depends on the data, and '{names[1]}' must know "
                 f"it before; received {self.quantizer}. Quantizers that need not: {', '.join(fit)}."
@@ -112,7 +112,7 @@ def _valid(why_not: Callable[[Compressor], str | None]) -> list[str]:
     names = []
     for name in compressors:
         try:
-            if why_not(compressors.make(name)) is None:
+            if why_not(compressors.example(name)) is None:
                 names.append(name)
         except ConfigError:
             continue
