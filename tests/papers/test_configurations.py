@@ -34,15 +34,16 @@ def drawn(steps, **config):
     return masks
 
 
+@pytest.mark.parametrize("damped", [False, True])
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
-def test_gmc(momentum):
+def test_gmc(momentum, damped):
     """Zhao et al., "Global momentum compression for sparse communication in distributed learning", 2019.
 
-    u_i = g_i - m (x_t - x_{t-1}) / eta, v_i = v_i + u_i, send C(v_i), v_i = v_i - C(v_i); x = x - eta mean C(v_i). The
-    memory keeps (1 - m) v, so its learning rate is eta / (1 - m).
+    u_i = g_i - m (x_t - x_{t-1}) / eta, v_i = v_i + u_i, send C(v_i), v_i = v_i - C(v_i); x = x - eta mean C(v_i).
+    With the usual dampening the memory keeps (1 - m) v, so the learning rate is eta / (1 - m).
     """
-    config = {"compressor": "topk", "compress_ratio": 0.1, "memory": "shared_momentum", "momentum": momentum}
-    simulation, eta = started(**config), 0.05
+    memory = {"name": "shared_momentum", "momentum": momentum, **({} if damped else {"dampening": 0.0})}
+    simulation, eta = started(compressor="topk", compress_ratio=0.1, memory=memory), 0.05
     x, before, y = np.zeros(N), np.zeros(N), np.zeros(N)
     left = np.zeros((RANKS, N))
     for number in range(3 * STEPS):
@@ -50,7 +51,7 @@ def test_gmc(momentum):
         sent = np.array([top(0.1)(mine) for mine in left])
         left -= sent
         before, x = x, x - eta * sent.mean(axis=0)
-        y -= eta / (1 - momentum) * mean_of(simulation, gradients(number, y))
+        y -= eta / (1 - momentum if damped else 1) * mean_of(simulation, gradients(number, y))
         assert np.allclose(x, y, atol=1e-4), number
     assert np.linalg.norm(x) > 0.1 * np.sqrt(N)
 
@@ -109,12 +110,17 @@ def test_loco(beta):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"decay": 1.1}, r"decay must lie in \[0, 1\]"), ({"reset_every": 0}, "reset_every")],
+    ("memory", "message"),
+    [
+        ({"name": "lowpass", "decay": 1.1}, r"decay must lie in \[0, 1\]"),
+        ({"name": "lowpass", "reset_every": 0}, "reset_every"),
+        ({"name": "residual", "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
+        ({"name": "shared_momentum", "dampening": 1.0}, r"dampening must lie in \[0, 1\)"),
+    ],
 )
-def test_a_filter_that_grows_or_never_works_is_refused(options, message):
+def test_memories_that_grow_or_never_work_are_refused(memory, message):
     with pytest.raises(grace.errors.ConfigError, match=message):
-        grace.make_config(compressor="topk", memory={"name": "lowpass", **options})
+        grace.make_config(compressor="topk", memory=memory)
 
 
 def test_sega():

@@ -118,19 +118,24 @@ DIST_EF_SGD = {
 }
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["plain", "Nesterov"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_dist_ef_sgd(framework):
-    """Algorithm 2, with one block per shard and a learning rate eta_t that changes.
+def test_dist_ef_sgd(framework, momentum):
+    """Algorithm 2, and 3 with Nesterov's momentum, with one block per shard and a learning rate eta_t that changes.
 
-    p_i = g_i + eta_{t-1} / eta_t e_i, e_i = p_i - C(p_i); p = mean C(p_i) + eta_{t-1} / eta_t e, e = p - C(p);
-    x = x - eta_t C(p).
+    m_i = mu m_i + g_i; p_i = mu m_i + g_i + eta_{t-1} / eta_t e_i, e_i = p_i - C(p_i); p = mean C(p_i) +
+    eta_{t-1} / eta_t e, e = p - C(p); x = x - eta_t C(p).
     """
-    simulation, ops = grace.Simulation(RANKS, {"w": SHAPE}, DIST_EF_SGD, framework=framework), get_ops(framework)
+    config = {**DIST_EF_SGD, "memory": {**CORRECTED, "momentum": momentum}}
+    simulation, ops = grace.Simulation(RANKS, {"w": SHAPE}, config, framework=framework), get_ops(framework)
+    velocity = np.zeros((RANKS, SHAPE[0] * SHAPE[1]), np.float32)
     shards, last = shards_of(simulation), 0.0
     x, y = (np.zeros(SHAPE[0] * SHAPE[1]) for _ in "xy")
     worker, server = np.zeros((RANKS, x.size), np.float32), np.zeros(x.size, np.float32)
     for step, eta in enumerate([0.1, 0.1, 0.05, 0.05, 0.01, 0.002, 0.002, 0.02]):
-        given, factor = gradients(step, x), np.float32(last / eta if last else 1)
+        given, factor = np.array(gradients(step, x)), np.float32(last / eta if last else 1)
+        velocity = np.float32(momentum) * velocity + given
+        given += np.float32(momentum) * velocity
         for shard in shards:
             sent = []
             for rank in range(RANKS):

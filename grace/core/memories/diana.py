@@ -1,7 +1,8 @@
-"""Memory of DIANA: compresses the difference from a shift that each rank learns."""
+"""Memories of DIANA and EF21: they compress the difference from a shift that each rank learns."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from grace.core.config.registry import About, memories
@@ -13,36 +14,21 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
 
 
-@memories.register("diana", About(tests=[{"alpha": 1.0}]))
 @dataclass(frozen=True)
-class Diana(Memory):
-    r"""Shift that each rank learns: compresses the difference of the gradient from it.
-
-    Formula: x_i = g_i - h_i, \quad \text{send } C(x_i), \quad h_i \leftarrow h_i + \alpha C(x_i), \quad
-    \bar g = h + \mathrm{mean}_i\, C(x_i), \quad h \leftarrow h + \alpha\, \mathrm{mean}_i\, C(x_i)
-
-    alpha is `alpha`. Every rank keeps its own shift h_i and the mean h of all shifts, which all start at zero. Where
-    the gradients of the ranks come to rest, each at a value of its own, the shifts learn these values, and the
-    compressor's error vanishes with the differences. With C unbiased the mean keeps its expectation, and alpha should
-    be at most 1 / (1 + omega) with E|C(x) - x|^2 <= omega |x|^2. With `alpha` = 1 and a contraction, such as topk, this
-    is EF21. What the compressor drops is not fed back. The memory takes two buffers of the gradient's size.
-
-    Reference: Mishchenko et al., "Distributed learning with compressed gradient differences", 2019, Algorithm 1;
-    Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster error
-    feedback", NeurIPS 2021.
-    """
-
-    alpha: float = 0.1
+class _Shifted(Memory):
+    """Shift that each rank learns by the step `pace`, and the mean of all shifts."""
 
     feeds_back = False
     finishes = True
     across_ranks = "joint"
 
-    def __post_init__(self) -> None:
-        check_alpha("diana", self.alpha)
+    @property
+    @abstractmethod
+    def pace(self) -> float:
+        """Share of what was sent that joins the shift."""
 
     def check(self, compressor: Compressor) -> None:
-        check_mean("diana", compressor)
+        check_mean(memories.name_of(self), compressor)
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("shift", "mean_shift")}
@@ -53,12 +39,58 @@ class Diana(Memory):
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         sent = compressor.decompress(payload, at)
-        return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.alpha)}
+        return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.pace)}
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, mean = at.ops, state["mean_shift"]
-        new = ops.weighted_sum(mean, 1, merged, self.alpha)
+        new = ops.weighted_sum(mean, 1, merged, self.pace)
         return ops.weighted_sum(merged, 1, mean, 1), {**state, "mean_shift": new}
+
+
+@memories.register("diana", About(tests=[{"alpha": 1.0}]))
+@dataclass(frozen=True)
+class Diana(_Shifted):
+    r"""Shift that each rank learns: compresses the difference of the gradient from it.
+
+    Formula: x_i = g_i - h_i, \quad \text{send } C(x_i), \quad h_i \leftarrow h_i + \alpha C(x_i), \quad
+    \bar g = h + \mathrm{mean}_i\, C(x_i), \quad h \leftarrow h + \alpha\, \mathrm{mean}_i\, C(x_i)
+
+    alpha is `alpha`. Every rank keeps its own shift h_i and the mean h of all shifts, which all start at zero. Where
+    the gradients of the ranks come to rest, each at a value of its own, the shifts learn these values, and the
+    compressor's error vanishes with the differences. With C unbiased the mean keeps its expectation, and alpha should
+    be at most 1 / (1 + omega) with E|C(x) - x|^2 <= omega |x|^2. With `alpha` = 1 it is the memory `ef21`. What the
+    compressor drops is not fed back. The memory takes two buffers of the gradient's size.
+
+    Reference: Mishchenko et al., "Distributed learning with compressed gradient differences", 2019, Algorithm 1.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_alpha("diana", self.alpha)
+
+    @property
+    def pace(self) -> float:
+        return self.alpha
+
+
+@memories.register("ef21")
+@dataclass(frozen=True)
+class EF21(_Shifted):
+    r"""Gradient as the other ranks know it: compresses what it lacks. For contractions, such as topk.
+
+    Formula: x_i = g_i - h_i, \quad \text{send } C(x_i), \quad h_i \leftarrow h_i + C(x_i), \quad
+    \bar g = \mathrm{mean}_i\, h_i
+
+    It is the memory `diana` with `alpha` = 1. No bound on how much the gradients of the ranks differ is needed. An
+    unbiased method that is no contraction lets h_i grow: use `diana` with a small alpha. The memory takes two buffers
+    of the gradient's size.
+
+    Reference: Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
+    error feedback", NeurIPS 2021, Algorithm 2.
+    """
+
+    pace = 1.0
 
 
 def check_alpha(name: str, alpha: float) -> None:

@@ -17,7 +17,14 @@ from grace.core.spec import Array, Payload, State, TensorSpec
 
 
 @memories.register(
-    "residual", About(tests=[{"beta": 0.9, "gamma": 0.5}, {"lr_correction": True, "gradient_clipping": 1.0}])
+    "residual",
+    About(
+        tests=[
+            {"beta": 0.9, "gamma": 0.5},
+            {"lr_correction": True, "gradient_clipping": 1.0},
+            {"lr_correction": True, "momentum": 0.5},
+        ]
+    ),
 )
 @overwrites("residual")
 @dataclass(frozen=True)
@@ -29,16 +36,22 @@ class Residual(Memory):
     With `lr_correction` the residual is first scaled by (last learning rate / this one), as if it were kept in units of
     the weights: a gradient held back at one learning rate is applied at that rate, however late. With
     `gradient_clipping` the norm of g is first limited to gradient_clipping / sqrt(number of ranks), tensor by tensor.
-    The memory takes one buffer of the gradient's size (float32 for half-precision gradients).
+    With `momentum` mu, Nesterov's momentum of the rank's own gradients takes the place of g: n = mu n + g, and mu n + g
+    joins the residual. Set the optimizer's own momentum to 0. The memory takes one buffer of the gradient's size
+    (float32 for half-precision gradients), and with `momentum` two.
 
     Reference: GRACE, equation 4; Stich et al., "Sparsified SGD with memory", NeurIPS 2018; for the learning rates
-    Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
+    Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1; for the momentum Zheng et al.,
+    "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm 3.
     """
 
     beta: float = 1.0
     gamma: float = 1.0
     lr_correction: bool = False
     gradient_clipping: float | None = None
+    momentum: float = 0.0
+
+    additive = ("momentum", "residual")
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
@@ -47,7 +60,13 @@ class Residual(Memory):
             )
         if not self.gamma > 0:
             raise ConfigError(f"memory residual: gamma must be positive, received {self.gamma!r}.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"memory residual: momentum must lie in [0, 1), received {self.momentum!r}.")
         check_clipping("residual", self.gradient_clipping)
+
+    @property
+    def accelerates(self) -> bool:
+        return self.momentum > 0
 
     @cached_property
     def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
@@ -55,12 +74,13 @@ class Residual(Memory):
         return (*lr, "tensor") if self.gradient_clipping is not None else lr
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
-        state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+        names = ("residual", "momentum") if self.momentum else ("residual",)
+        state = {name: ops.zeros(spec.numel, spec.work_dtype) for name in names}
         return {**state, "lr": ops.zeros(1, "float64")} if self.lr_correction else state
 
     def terms(self, grad: Array, state: State, at: Site) -> tuple[Array, float, Array, float] | None:
-        """Return e, beta, g, gamma of the sum to compress; None if the learning rate changes e."""
-        if self.lr_correction:
+        """Return e, beta, g, gamma of the sum to compress; None if momentum or the learning rate change e or g."""
+        if self.lr_correction or self.momentum:
             return None
         return state["residual"], self.beta, clip(grad, self.gradient_clipping, at), self.gamma
 
@@ -74,6 +94,9 @@ class Residual(Memory):
             factor = ops.where(known, state["lr"] / ops.where(known, lr, 1.0), 1.0)
             residual = residual * ops.cast(factor, dtype)
             rest = {"lr": ops.where(lr > 0, lr, state["lr"])}
+        if self.momentum:
+            rest["momentum"] = ops.weighted_sum(state["momentum"], self.momentum, grad, 1)
+            grad = ops.weighted_sum(rest["momentum"], self.momentum, grad, 1)
         x, finite = ops.finite_sum(residual, self.beta, grad, self.gamma, at.out)
         return Compensated(x, rest, finite)
 

@@ -1,4 +1,4 @@
-"""Memory of 1-bit Adam: momentum of the merged result, with error feedback."""
+"""Memory of 1-bit Adam and GMC: momentum of the merged result, with error feedback."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
 
 
-@memories.register("shared_momentum", About(tests=[{"momentum": 0.5}]))
+@memories.register("shared_momentum", About(tests=[{"momentum": 0.5}, {"momentum": 0.5, "dampening": 0.0}]))
 @dataclass(frozen=True)
 class SharedMomentum(Memory):
-    r"""Momentum that all ranks share, with error feedback, for 1-bit Adam.
+    r"""Momentum that all ranks share, with error feedback, for 1-bit Adam and GMC.
 
-    Formula: x = e + \beta \bar m + (1 - \beta) g, \quad \text{send } C(x), \quad e \leftarrow x - C(x), \quad
+    Formula: x = e + \beta \bar m + (1 - \tau) g, \quad \text{send } C(x), \quad e \leftarrow x - C(x), \quad
     \bar m \leftarrow \mathrm{mean}(C(x))
 
-    beta is `momentum`. Every rank adds its gradient to the last merged momentum, which is equal on all ranks, and the
-    optimizer receives the new one: the residual is in its units. Set the optimizer's own momentum to 0; the page on
-    Adam has an Adam that takes the momentum from here. The memory takes two buffers of the gradient's size.
+    beta is `momentum`, and tau `dampening`; without it, tau is beta, as in Adam. With 0 it is the momentum of SGD and
+    of GMC. Every rank adds its gradient to the last merged momentum, which is equal on all ranks, and the optimizer
+    receives the new one: the residual is in its units. Set the optimizer's own momentum to 0; the page on Adam has an
+    Adam that takes the momentum from here. The memory takes two buffers of the gradient's size.
 
     Reference: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
-    ICML 2021, Algorithm 1.
+    ICML 2021, Algorithm 1; Zhao et al., "Global momentum compression for sparse communication in distributed learning",
+    2019.
     """
 
     momentum: float = 0.9
+    dampening: float | None = None
 
     finishes = True
     additive = ("momentum", "residual")
@@ -38,6 +41,10 @@ class SharedMomentum(Memory):
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory shared_momentum: momentum must lie in [0, 1), received {self.momentum!r}.")
+        if self.dampening is not None and not 0 <= self.dampening < 1:
+            raise ConfigError(
+                f"memory shared_momentum: dampening must lie in [0, 1) or be null, received {self.dampening!r}."
+            )
 
     def check(self, compressor: Compressor) -> None:
         check_mean("shared_momentum", compressor)
@@ -50,8 +57,8 @@ class SharedMomentum(Memory):
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        ops = at.ops
-        momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1 - self.momentum)
+        ops, dampening = at.ops, self.momentum if self.dampening is None else self.dampening
+        momentum = ops.weighted_sum(state["momentum"], self.momentum, grad, 1 - dampening)
         x, finite = ops.finite_sum(momentum, 1, state["residual"], 1)
         return Compensated(x, {"momentum": state["momentum"]}, finite)
 
