@@ -28,7 +28,8 @@ class MPIExchange(Exchange):
 
     A call with one gradient per tensor, which is only read, returns the merged gradients, equal on all ranks.
     `tensors`, `config` and `options` are as for `grace.Simulation`. All ranks of `comm` must create the exchange and
-    call it equally often. `average=False` leaves sums undivided.
+    call it equally often. `average=False` leaves sums undivided. With `outer` in the configuration, call `begin` with
+    the weights at the start, and the exchange with the weights after every inner step.
 
         exchange = MPIExchange({"w": (64, 32)}, {"compressor": "topk", "compress_ratio": 0.01})
         w -= lr * exchange({"w": gradient})["w"]
@@ -52,13 +53,14 @@ class MPIExchange(Exchange):
         try:
             with open_session(request, self.transport, world=_WORLD) as session:
                 session.local["average"] = average
-                run = session.begin(as_specs(tensors), ops, average=average)
+                run = session.begin(as_specs(tensors), ops, average=average, outer=True)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
             raise
         super().__init__(**session.arguments)
         self.rollback = Rollback(run, self.transport.discard, self.called)
+        self.rollback.forget = self._forget
         self.announce(run.stages)
 
     def __call__(self, gradients: Mapping[str, Array], lr: float | None = None) -> dict[str, Array]:
@@ -67,7 +69,12 @@ class MPIExchange(Exchange):
         `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
         before anything is sent if a gradient is missing, unknown or of another shape or dtype, or if the learning rate
         is missing.
+
+        With `outer`, it takes the weights after an inner step, and returns those to go on with: other ones for tensors
+        that have met.
         """
+        if self.outers:
+            return self._meet(gradients)
         shapes = {item.spec.name: item.spec.shape for item in self.plan.assignments}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         if given != shapes:
@@ -95,6 +102,29 @@ class MPIExchange(Exchange):
         except BaseException:
             self.run.discard()
             raise
+
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        """Start outer steps with these weights, equal on all ranks. Raises StepError if one is missing or unfit."""
+        for outer in self.outers:
+            outer.begin(weights)
+
+    def _meet(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+        (outer,) = self.outers
+        before = outer.state
+        if outer.meets_next and is_due(self.run.completed, self.config.check_replicas):
+            self.check_replicas()
+        try:
+            outer.send(weights)
+            return {**weights, **outer.shaped(outer.receive(weights))}
+        except BaseException:
+            self.run.discard()
+            outer.restore(before)
+            raise
+
+    def _forget(self) -> None:
+        """Send again what was on its way and was dropped."""
+        for outer in self.outers:
+            outer.restore(outer.now)
 
     def check_replicas(self, weights: Mapping[str, Array] | None = None) -> None:
         """Compare the weights, if given, and the shared states of all ranks; all ranks must call it between two steps.

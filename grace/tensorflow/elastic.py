@@ -63,7 +63,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
             self.optimizer.build(model.trainable_variables)
         inner = innermost(self.optimizer)
         exchanges = [inner.grace] if isinstance(inner, Distributed) else []
-        if exchanges and inner._local_steps > 1:
+        if exchanges and inner.grace.config.outer is not None:
             raise refusal_of_local_steps(_WHERE)
         for name in [name for name, value in more.items() if isinstance(value, Exchange)]:
             exchange = more.pop(name)

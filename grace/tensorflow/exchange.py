@@ -48,6 +48,8 @@ class Exchange(core.Exchange, tf.Module):
     """
 
     called = "optimizer.grace"
+    # True if the ranks may step on their own: an optimizer has the weights, and a tape has none.
+    takes_outer = False
     #: The process set of Horovod whose ranks take part; an exchange that was loaded needs it before its first step.
     process_set: Any
 
@@ -69,7 +71,8 @@ class Exchange(core.Exchange, tf.Module):
         core.Exchange.__init__(
             self, make_config(config, **options), (), [], tensorflow_ops, prefix="bucket", delegate=self._delegated
         )
-        refuse_outer(self.config, where)
+        if not self.takes_outer:
+            refuse_outer(self.config, where)
         self.op = hvd.Average if average else hvd.Sum
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense

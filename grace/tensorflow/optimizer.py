@@ -26,11 +26,12 @@ from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
-from grace.core.session.local_steps import check_local_steps
+from grace.core.session.outer import check_outer, refuse_arguments_of_gradients, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
+from grace.tensorflow.outer import OuterVariables, check_graph
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport, check_process
 from grace.tensorflow.waiting import gather, is_elastic
@@ -76,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
       `average_aggregated_gradients`.
     - `gradient_predivide_factor`: applies only to tensors that stay dense.
     - `local_steps`: above 1, each rank applies its own gradients, and every local_steps-th step exchanges the change of
-      the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor).
+      the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor). It is
+      the short form of `outer={"every": local_steps}`, a key of the configuration with more options (DiLoCo).
 
     The optimizer has the attribute `grace`, an `Exchange`. Its state is part of the optimizer's variables, which Keras
     and `tf.train.Checkpoint` save. Dynamic loss scaling checks the exchanged gradients, so that all ranks skip the same
@@ -105,12 +107,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             gradient_predivide_factor=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
-            **options,
+            **with_local_steps(options, local_steps, _WHERE),
         )
+        outer = exchange.config.outer
         timeout = exchange.config.timeout
         exchange.optimizers = [
-            # What local steps exchange is no gradient.
-            used if local_steps == 1 else used._replace(adaptive=False)
+            # What outer steps exchange is no gradient.
+            used if outer is None else used._replace(adaptive=False)
             for used in _describe(innermost(optimizer))
         ]
         if rank == 0:
@@ -119,8 +122,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         if rank >= 0:
             exchange.times.start_from_environment(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
-        if local_steps != 1:
-            _check_local(innermost(optimizer), exchange, local_steps, backward_passes_per_step)
+        if outer is not None:
+            _check_outer(innermost(optimizer), exchange, backward_passes_per_step)
         handshake.local = {
             **exchange.settings(),
             "backward_passes_per_step": backward_passes_per_step,
@@ -139,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "your own that was traced before does not exchange gradients; make a new one.",
             _WHERE,
         )
-    _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step, local_steps)
+    _distribute(inner, exchange, 1 if average_aggregated_gradients else backward_passes_per_step)
     inner.wrapped_late = late
     return optimizer
 
@@ -181,13 +184,18 @@ def _check_passes(optimizer: Any, passes: int) -> None:
         )
 
 
-def _check_local(optimizer: Any, exchange: Exchange, local_steps: int, passes: int) -> None:
-    average, factor = exchange.op == hvd.Average, exchange.gradient_predivide_factor
-    check_local_steps(exchange.config, local_steps, _WHERE, average=average, passes=passes, factor=factor)
+def _check_outer(optimizer: Any, exchange: Exchange, passes: int) -> None:
+    check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average)
+    check_graph(exchange.config.outer, _WHERE)
+    refuse_arguments_of_gradients(
+        _WHERE,
+        backward_passes_per_step=passes != 1,
+        gradient_predivide_factor=exchange.gradient_predivide_factor != 1.0,
+    )
     if isinstance(optimizer, MULTI_OPTIMIZER) or optimizer.gradient_accumulation_steps:
         raise ConfigError(
-            f"{_WHERE}: local_steps cannot be combined with gradient accumulation or a MultiOptimizer; "
-            "leave local_steps out, or use a plain optimizer."
+            f"{_WHERE}: local_steps and outer cannot be combined with gradient accumulation or a MultiOptimizer; "
+            "leave them out, or use a plain optimizer."
         )
 
 
@@ -218,6 +226,7 @@ class _Call:
 class OptimizerExchange(Exchange):
     """The exchange of an optimizer, which has its learning rate and saves its variables."""
 
+    takes_outer = True
     _optimizer: Any
 
     def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
@@ -246,8 +255,8 @@ class OptimizerExchange(Exchange):
         return tf.convert_to_tensor(self._optimizer._get_current_learning_rate())
 
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
-        # With local steps, the weights of a rank are its own between two exchanges.
-        return self._optimizer._last_exchanged if self._optimizer._local_steps > 1 else super()._equal_variables()
+        # With outer steps, the weights of a rank are its own between two exchanges.
+        return super()._equal_variables() if self.config.outer is None else self._optimizer._outer.anchors
 
 
 class Distributed:
@@ -263,8 +272,8 @@ class Distributed:
     _exchanged = False
     # The factor that turns Keras' mean over accumulated passes into a sum.
     _summed_passes = 1
-    # The number of local steps between two exchanges of the weights.
-    _local_steps = 1
+    # What outer steps keep, if there are any and the variables are known.
+    _outer: OuterVariables
     # The ranks of the process set of a saved optimizer, after loading.
     _saved_ranks: list[int] | None = None
 
@@ -284,9 +293,9 @@ class Distributed:
                 "their gradients, and such gradients cannot be reduced over ranks; train without float8."
             )
         self.grace.build(variables)
-        if self._local_steps > 1:
-            values = map(tf.convert_to_tensor, variables)
-            self._last_exchanged = [self.grace._make_variable(f"met_{i}", value) for i, value in enumerate(values)]
+        outer, exchange = self.grace.config.outer, self.grace
+        if outer is not None:
+            self._outer = OuterVariables(outer, exchange._specs, list(map(inside, variables)), exchange._make_variable)
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
@@ -299,7 +308,7 @@ class Distributed:
         if not grads or self._exchanged or (trainable_variables is None and not self.built):
             super().apply(grads, trainable_variables)
             return
-        if self._local_steps > 1:
+        if self.grace.config.outer is not None:
             self._apply_locally(grads, trainable_variables)
             return
         # Keras drops variables without a gradient on this rank, although another rank may have one.
@@ -370,32 +379,15 @@ class Distributed:
             self._exchanged = False
 
     def _apply_locally(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None) -> None:
-        """Apply this rank's gradients, and exchange the weights after every `_local_steps`-th step.
-
-        `grace.core.session.local_steps` has the method.
-        """
+        """Apply this rank's gradients, and exchange what the weights have moved if it is time."""
         self._known(trainable_variables)
-        variables, before, exchange = [inside(v) for v in self._trainable_variables], self._last_exchanged, self.grace
+        variables, steps = [inside(v) for v in self._trainable_variables], self._iterations.value
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
-        exchange.filled([tf.zeros_like(v) for v in variables])
-
-        def remember() -> tf.Tensor:
-            # The weights may have been loaded or broadcast since the last exchange.
-            for weights, v in zip(before, variables, strict=True):
-                weights.assign(v)
-            return tf.constant(True)
-
-        def exchange_changes() -> tf.Tensor:
-            moved = exchange([weights - v for weights, v in zip(before, variables, strict=True)])
-            for weights, v, mean in zip(before, variables, moved, strict=True):
-                v.assign(weights - tf.convert_to_tensor(mean))
-            return tf.constant(True)
-
-        done = self._iterations.value
-        tf.cond(done % self._local_steps == 0, remember, lambda: tf.constant(False))
+        self.grace.filled([tf.zeros_like(v) for v in variables])
+        self._outer.before(steps, variables)
         with self.after_exchange():
             super().apply(grads, trainable_variables)
-        tf.cond(done % self._local_steps == 0, exchange_changes, lambda: tf.constant(False))
+        self._outer.after(steps, variables, self.grace)
 
     def get_config(self) -> dict[str, Any]:
         """Return the configurations of the Keras optimizer and of the exchange."""
@@ -413,7 +405,6 @@ class Distributed:
             "names": list(exchange.names),
             "ranks": ranks,
             "summed_passes": self._summed_passes,
-            "local_steps": self._local_steps,
         }
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
@@ -433,7 +424,7 @@ class Distributed:
         exchange = OptimizerExchange(**config["grace"])
         exchange.names = tuple(config["names"])
         exchange.history = [make_config(before) for before in config["history"]]
-        distributed = _distribute(optimizer, exchange, config["summed_passes"], config["local_steps"])
+        distributed = _distribute(optimizer, exchange, config["summed_passes"])
         if config["ranks"] is not None:
             exchange.process_set, distributed._saved_ranks = None, config["ranks"]
         return distributed
@@ -451,12 +442,12 @@ def _class(plain: type) -> type:
     return keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
 
 
-def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int, local_steps: int) -> Any:
+def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int) -> Any:
     optimizer.__class__ = _class(type(optimizer))
     optimizer.grace = exchange
     # An ordinary assignment would have TensorFlow save the optimizer as a part of its exchange.
     vars(exchange)["_optimizer"] = optimizer
-    optimizer._summed_passes, optimizer._local_steps = summed_passes, local_steps
+    optimizer._summed_passes = summed_passes
     if optimizer.built:
         optimizer._build_exchange(optimizer._trainable_variables)
     return optimizer

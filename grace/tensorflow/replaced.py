@@ -36,10 +36,10 @@ def _with_one_decision(keras_apply: Any) -> Any:
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
-        if inner._local_steps > 1:
+        if inner.grace.config.outer is not None:
             raise ConfigError(
-                "grace.tensorflow: local_steps cannot be combined with dynamic loss scaling, because ranks may skip "
-                "different steps; train in float32 or bfloat16."
+                "grace.tensorflow: local_steps and outer cannot be combined with dynamic loss scaling, because ranks "
+                "may skip different steps; train in float32 or bfloat16."
             )
         grads = inner._filled(list(grads), trainable_variables)
         if inner.gradient_accumulation_steps:

@@ -93,7 +93,7 @@ class OptimizerAdapter(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, with that of grace."""
-        return {**self.plain.state_dict(), "grace": self.run.state_dict()}
+        return {**self.plain.state_dict(), "grace": self.exchange.state_dict()}
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Raise GraceError."""

@@ -67,9 +67,9 @@ class Exchange(core.Exchange):
         All ranks must call it between the same two calls of `step()`, wherever they are between these, also if the step
         failed on some of them only. Residuals and all other states are then what they were before the step, gradients
         are None, and nothing is on its way. With `rollback = false`, memories start from zero instead. It does not
-        change weights, except with `local_steps`, where they return to what they were after the last exchange. A rank
-        waits up to twice the `timeout` of the configuration for the others. Raises MismatchError on every rank if some
-        ranks have applied a step that others have not. Then a checkpoint can be loaded.
+        change weights, except with `local_steps` or `outer`: each parameter then returns to its weights after the last
+        exchange. A rank waits up to twice the `timeout` of the configuration for the others. Raises MismatchError on
+        every rank if some ranks have applied a step that others have not. Then a checkpoint can be loaded.
         """
         self._forget()
         self.rollback.discard()
@@ -116,11 +116,14 @@ class Exchange(core.Exchange):
         other tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
         before, plain = self.run.states, (optimizer.state, optimizer.param_groups)
+        outer_states = [outer.now for outer in self.outers]
         told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
         try:
             load_plain()
         except Exception as error:
             self.run.discard(before)
+            for outer, state in zip(self.outers, outer_states, strict=True):
+                outer.restore(state)
             optimizer.state, optimizer.param_groups = plain
             raise StateError(
                 "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
@@ -158,7 +161,8 @@ class Exchange(core.Exchange):
         return self._library.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        return self._parameters
+        # With outer steps, the weights of a rank are its own between two meetings.
+        return self.outers[0].state.anchors if self.outers else self._parameters
 
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
         result = super()._load(run, rank, state)

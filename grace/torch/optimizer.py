@@ -16,14 +16,14 @@ import torch
 from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError
-from grace.core.session.local_steps import check_local_steps
+from grace.core.session.outer import refuse_arguments_of_gradients
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Library, Settings
-from grace.torch.local import LocalAdapter
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
+from grace.torch.outer import OuterAdapter
 from grace.torch.steps import describe
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
@@ -60,7 +60,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     - `gradient_as_bucket_view`: gradients are views into flat storage in the order of the exchange, which saves
       concatenations. Backward passes then add to the gradients. This is faster for many small tensors only.
     - `local_steps`: above 1, each rank applies its own gradients, and every local_steps-th step exchanges the change of
-      the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor).
+      the weights since the last exchange instead of gradients (local SGD; Qsparse-local-SGD with a compressor). It is
+      the short form of `outer={"every": local_steps}`, a key of the configuration with more options (DiLoCo).
     - `grad_scaler`: the GradScaler that scales the loss and calls this optimizer's step. `scaler.step(optimizer)` then
       exchanges unscaled gradients first, and all ranks skip the same steps. A skipped step changes no residual.
 
@@ -69,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     `gradient_predivide_factor` applies only to tensors that the library reduces, because decoded gradients are summed
     in float32.
 
-    Returns an instance of the optimizer's class: a new one with Horovod; with torch.distributed or `local_steps` the
+    Returns an instance of the optimizer's class: a new one with Horovod; with torch.distributed or `outer` the
     given optimizer, changed. It has the attribute `grace`, an `Exchange`. `step(closure)` evaluates the closure,
     exchanges its gradients and updates the weights. A single process compresses as well. All ranks of the process set
     or group must call this function.
@@ -80,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
     # Some pass Horovod's defaults, which change nothing.
     refused = {name: value for name in REFUSED if (value := options.pop(name, None)) not in (None, 0)}
-    request = Request(config, options, DistributedOptimizer, _WHERE)
+    request = Request(config, options, DistributedOptimizer, _WHERE, local_steps)
     library = _library(backend, process_set, process_group, request.timeout)
     with open_session(
         request,
@@ -97,29 +98,23 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         average = library.averages(op)
         scaler = enabled(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
         made = session.config
-        # What local steps exchange is no gradient.
-        used = describe(optimizer) if local_steps == 1 else describe(optimizer)._replace(adaptive=False)
+        outer = made.outer is not None
+        # What outer steps exchange is no gradient.
+        used = describe(optimizer)._replace(adaptive=False) if outer else describe(optimizer)
         if library.transport.rank == 0:
             warn_of_pairs(made, used)
         settings = Settings(op, backward_passes_per_step, gradient_predivide_factor, sparse_as_dense)
-        if local_steps != 1:
-            check_local_steps(
-                made,
-                local_steps,
+        if outer:
+            refuse_arguments_of_gradients(
                 _WHERE,
-                average=average,
-                passes=backward_passes_per_step,
-                factor=gradient_predivide_factor,
+                backward_passes_per_step=backward_passes_per_step != 1,
+                gradient_predivide_factor=gradient_predivide_factor != 1.0,
+                gradient_as_bucket_view=gradient_as_bucket_view,
             )
             if grad_scaler is not None:
                 raise ConfigError(
-                    f"{_WHERE}: local_steps cannot be combined with grad_scaler, because ranks may skip different "
-                    "steps; train in float32 or bfloat16."
-                )
-            if gradient_as_bucket_view:
-                raise ConfigError(
-                    f"{_WHERE}: with local_steps no gradients are exchanged, so gradient_as_bucket_view has no effect; "
-                    "leave it out."
+                    f"{_WHERE}: local_steps and outer cannot be combined with grad_scaler, because ranks may skip "
+                    "different steps; train in float32 or bfloat16."
                 )
             wrapped, names = optimizer, names_of(optimizer, named_parameters)
         else:
@@ -133,10 +128,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "grad_scaler": scaler is not None,
         }
-        # With local steps, grace exchanges all tensors.
-        delegate = library.reduces if local_steps == 1 else lambda item: False
+        # With outer steps, grace exchanges all tensors.
+        delegate = (lambda item: False) if outer else library.reduces
         specs = [spec_of(names[p], p) for p in trained]
-        run = session.begin(specs, OPS, average=average, delegate=delegate)
+        run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True)
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
         refuse_unfrozen,
@@ -148,9 +143,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
-    if local_steps > 1:
-        trains = {p: names[p] for p in trained}
-        adapter = LocalAdapter(wrapped, plain, exchange, trains, check_frozen, every=local_steps)
+    if outer:
+        adapter = OuterAdapter(wrapped, plain, exchange, {p: names[p] for p in trained}, check_frozen)
     else:
         if wrapped is not optimizer:
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.

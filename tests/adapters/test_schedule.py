@@ -99,14 +99,60 @@ def test_weights_meet_after_local_steps(launch):
     assert all(result["none"]["off"] < 1e-6 for result in ranks)
 
 
+@on(TORCHRUN, TWO)
+def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
+    ranks = scenario("outer_steps", launch)
+    for name in ranks[0]:
+        for rank in ranks:
+            assert rank[name]["off"] == rank[name]["resumed"] == [False] * 9, name
+        # The last of the nine steps is a meeting of all tensors, or of one fragment of them.
+        assert len({rank[name]["weights"] for rank in ranks}) == (2 if name == "streaming" else 1)
+        assert len({str(rank[name]["stats"]) for rank in ranks}) == 1
+    assert ranks[0]["streaming"]["stats"]["rounds"] == 1 + 2
+
+
+@on(TWO_TENSORFLOW)
+def test_outer_steps_in_graphs_follow_the_recursion(launch):
+    ranks = scenario("tf_outer_steps", launch)
+    for rank in ranks:
+        assert max(rank["none"]["off"]) < 1e-5, rank["none"]["off"]
+        assert rank["none"]["resumed"] == rank["topk"]["resumed"] == [True] * 3
+        assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
+    # Two steps of warm-up, and meetings after steps 5 and 8.
+    apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
+    assert apart == [1, 1, 2, 2, 1, 2, 2, 1]
+    assert len({rank["none"]["apart"][7] for rank in ranks}) == 2, "each rank keeps a share of its own weights"
+
+
+@on(TWO_TENSORFLOW)
+def test_what_no_graph_can_do_is_refused(launch):
+    for errors in scenario("tf_outer_refusals", launch):
+        assert all("fragments and delay are not supported" in error for error in errors[:2]), errors
+        assert "backward_passes_per_step would have no effect" in errors[2]
+        assert "it exchanges gradients and cannot take outer steps" in errors[3]
+
+
+@on(TORCHRUN)
+def test_a_change_on_its_way_can_be_dropped(launch):
+    assert all(rank == {"equal": True, "steps": 12} for rank in scenario("outer_discarded", launch))
+
+
+@on(TORCHRUN)
+def test_the_outer_mean_is_that_of_pytorch(launch):
+    ranks = scenario("outer_mean_of_pytorch", launch)
+    assert len({rank["weights"] for rank in ranks}) == 1
+    assert all(max(rank["apart"]) < 1e-6 for rank in ranks), ranks
+
+
 @on(TWO)
 def test_what_does_not_go_with_local_steps_is_refused(launch):
     for rank in scenario("local_refusals", launch):
         errors = rank["errors"]
-        told = ("at least 1", "the mean as op", "backward_passes_per_step", "lr_correction", "local_steps is")
+        told = ("at least 1", "the mean as op", "backward_passes_per_step", "lr_correction", "gradient_as_bucket_view")
+        told = (*told, "is the short form of outer", "local_steps is")
         assert len(errors) == len(told)
         assert all(word in error for word, error in zip(told, errors, strict=True)), errors
-        assert [error.partition(":")[0] for error in errors] == ["ConfigError"] * 4 + ["MismatchError"]
+        assert [error.partition(":")[0] for error in errors] == ["ConfigError"] * 6 + ["MismatchError"]
 
 
 @on(TWO_TENSORFLOW)

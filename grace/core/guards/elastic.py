@@ -13,8 +13,8 @@ from grace.core.plan.plan import Plan
 
 
 def refusal_of_local_steps(where: str) -> ConfigError:
-    """Return the error of an optimizer with local steps."""
-    return ConfigError(f"{where}: local_steps is not supported in elastic mode; leave it out.")
+    """Return the error of an optimizer with local steps or other outer steps."""
+    return ConfigError(f"{where}: local_steps is not supported in elastic mode, nor is outer; leave them out.")
 
 
 def refusal_of_process_sets(where: str) -> ConfigError:

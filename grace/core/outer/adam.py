@@ -40,7 +40,7 @@ class Adam(OuterOptimizer):
                 raise ConfigError(f"outer optimizer adam: {name} must lie in [0, 1), received {getattr(self, name)!r}.")
 
     def init(self, ops: ArrayOps, weights: Array) -> State:
-        n, dtype = len(weights), ops.dtype(weights)
+        n, dtype = weights.shape[0], ops.dtype(weights)
         return {"first": ops.zeros(n, dtype), "second": ops.zeros(n, dtype)}
 
     def step(self, ops: ArrayOps, anchor: Array, change: Array, state: State) -> tuple[Array, State]:

@@ -42,7 +42,7 @@ class SGD(OuterOptimizer):
             raise ConfigError("outer optimizer sgd: nesterov needs momentum above 0, received 0; set momentum = 0.9.")
 
     def init(self, ops: ArrayOps, weights: Array) -> State:
-        return {"momentum": ops.zeros(len(weights), ops.dtype(weights))} if self.momentum else {}
+        return {"momentum": ops.zeros(weights.shape[0], ops.dtype(weights))} if self.momentum else {}
 
     def step(self, ops: ArrayOps, anchor: Array, change: Array, state: State) -> tuple[Array, State]:
         if not self.momentum:

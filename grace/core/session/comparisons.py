@@ -42,7 +42,8 @@ class Comparisons:
         This does not wait for other ranks, which may call `discard` meanwhile.
         """
         exchange, run = self._exchange, self._exchange.run
-        step = int(run.step)
+        outer = exchange.outer_of(run)
+        step = int(run.step) if outer is None else outer.state.steps
         if self._first is not None:
             # Otherwise replicas would part silently, or ranks would start different collectives and wait forever.
             what, mine = self._first, {name: exchange._digest(p) for name, p in exchange._weights().items()}

@@ -156,7 +156,7 @@ class Exchange(ABC):
 
     def report(self) -> str:
         """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
-        outer = f"outer steps: {self.config.outer}\n" if self.outers else ""
+        outer = "" if self.config.outer is None else f"outer steps: {self.config.outer}\n"
         return f"{outer}{self.plan.report()}"
 
     def stats(self) -> dict[str, Any]:

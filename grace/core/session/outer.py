@@ -55,6 +55,15 @@ def check_outer(config: Config, where: str, *, average: bool) -> None:
         )
 
 
+def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
+    """Raise ConfigError for arguments of an exchange of gradients, which outer steps do not have."""
+    if names := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{where}: with local_steps and outer no gradients are exchanged, so {' and '.join(names)} would have no "
+            "effect; leave it out. To accumulate gradients, call step() after several backward passes."
+        )
+
+
 def refuse_outer(config: Config, where: str) -> None:
     """Raise ConfigError if the configuration has outer steps, for a front end that cannot take them."""
     if config.outer is not None:
@@ -114,8 +123,8 @@ class Landing(NamedTuple):
 class OuterRun:
     """The outer steps of one rank over its run, whose modules are the fragments.
 
-    A front end says `begin(weights)` once, and `send(weights)` after each inner step; what `receive(weights)` returns
-    are weights to write, and `commit` makes them count. `weights` has all tensors by name, in any shape.
+    A front end says `begin(weights)` once, `before(weights)` before each inner step if it can, and `send(weights)`
+    after it; what `receive(weights)` returns are weights to write. `weights` has all tensors by name.
     """
 
     def __init__(self, outer: OuterSteps, run: Run, specs: Sequence[TensorSpec]) -> None:
@@ -158,7 +167,7 @@ class OuterRun:
 
         Raises StepError if weights are missing or unknown, or have another shape or dtype.
         """
-        self._check_names(weights)
+        self._check(weights)
         flat = {name: self._flat(name, weights) for name in self._specs}
         kept = {name: self._first_state(name, x) for name, x in flat.items()}
         anchors = {name: self._ops(name).copy(x) for name, x in flat.items()}
@@ -185,7 +194,7 @@ class OuterRun:
 
         `resting` names tensors that train on no rank: they keep their weights and states.
         """
-        self._check_names(weights)
+        self._check(weights)
         state = self.state
         step = state.steps + 1
         self._poll()
@@ -202,11 +211,25 @@ class OuterRun:
         self._taken += 1
         self._poll()
 
-    def receive(self, weights: Mapping[str, Array]) -> Landing | None:
-        """Complete the meeting that is due after this inner step, if any; waits for the other ranks."""
+    @property
+    def is_due(self) -> bool:
+        """True if tensors meet now, after the inner step that was sent."""
+        state = self.state
+        return state.flight is not None and state.steps >= state.flight.sent + self.outer.delay_after(state.flight.sent)
+
+    def receive(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+        """Complete the meeting that is due, if any, and return the flat weights of the tensors that have met.
+
+        Waits for the other ranks.
+        """
+        landing = self.land(weights)
+        return {} if landing is None else self.commit(landing)
+
+    def land(self, weights: Mapping[str, Array]) -> Landing | None:
+        """Complete the meeting that is due, if any, without making it count; `commit` does."""
         state = self.state
         flight = state.flight
-        if flight is None or state.steps < flight.sent + self.outer.delay_after(flight.sent):
+        if flight is None or not self.is_due:
             return None
         self._poll()
         outcomes = {module: self._run.current_of(module).finish() for module in self._modules(flight.sent)}
@@ -220,18 +243,17 @@ class OuterRun:
         new = state._replace(met=state.steps, rounds=state.rounds + 1, anchors=anchors, kept=kept, flight=None)
         return Landing(written, new, outcomes)
 
-    def commit(self, landing: Landing | None, weights: Mapping[str, Array]) -> dict[str, Array]:
-        """Go on with the result of a meeting, if there was one; return the weights to go on with, in their shapes.
-
-        Those of tensors that have met are new arrays.
-        """
-        if landing is None:
-            return dict(weights)
+    def commit(self, landing: Landing) -> dict[str, Array]:
+        """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
         for module, outcome in landing.outcomes.items():
             self._run.commit(outcome, module)
             self._sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
         self._state, self._started = landing.state, False
-        return {**weights, **{name: self._shaped(name, self._ops(name).copy(x)) for name, x in landing.weights.items()}}
+        return landing.weights
+
+    def shaped(self, flat: Mapping[str, Array]) -> dict[str, Array]:
+        """Return new arrays of flat weights in their shapes, which the caller may change."""
+        return {name: self._shaped(name, self._ops(name).copy(x)) for name, x in flat.items()}
 
     def drop(self) -> dict[str, Array]:
         """Forget all steps since the last meeting, and what is on its way; return the weights to go on with.
@@ -272,7 +294,11 @@ class OuterRun:
         if flight is None:
             return
         if self._started:
-            self._run.poll()
+            transport = self._run.transport
+            transport.advance()
+            # Over an ordered transport, all ranks must start later rounds at the same point: when the change lands.
+            if not transport.ordered:
+                self._run.poll()
             return
         self._started = True
         for module in self._modules(flight.sent):
@@ -315,19 +341,21 @@ class OuterRun:
     def _ops(self, name: str) -> ArrayOps:
         return self._run.ops(self._specs[name].device)
 
-    def _check_names(self, weights: Mapping[str, Array]) -> None:
+    def _check(self, weights: Mapping[str, Array]) -> None:
+        """Raise StepError unless there are weights of all tensors as they were; nothing has been sent yet."""
         if weights.keys() != self._specs.keys():
             names = ", ".join(sorted(map(repr, weights.keys() ^ self._specs.keys()))[:5])
             raise StepError(f"outer steps: expected the weights of all tensors, and {names} only on one side.")
+        for name, spec in self._specs.items():
+            x, dtype = weights[name], self._ops(name).dtype(weights[name])
+            if tuple(x.shape) != spec.shape or dtype != spec.dtype:
+                raise StepError(
+                    f"outer steps: expected weights of {spec.dtype} and shape {spec.shape} for tensor '{name}', "
+                    f"received {dtype} {tuple(x.shape)}; pass the weights as they were when the exchange was made."
+                )
 
     def _flat(self, name: str, weights: Mapping[str, Array]) -> Array:
-        ops, spec, x = self._ops(name), self._specs[name], weights[name]
-        if tuple(x.shape) != spec.shape or ops.dtype(x) != spec.dtype:
-            raise StepError(
-                f"outer steps: expected weights of {spec.dtype} and shape {spec.shape} for tensor '{name}', received "
-                f"{ops.dtype(x)} {tuple(x.shape)}; pass the weights as they were when the exchange was made."
-            )
-        return ops.reshape(x, (-1,))
+        return self._ops(name).reshape(weights[name], (-1,))
 
     def _shaped(self, name: str, flat: Array) -> Array:
         return self._ops(name).reshape(flat, self._specs[name].shape)

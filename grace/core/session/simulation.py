@@ -280,16 +280,15 @@ class Simulation(Exchange):
             for outer, mine in zip(self.outers, weights, strict=True):
                 outer.send(mine)
             poll_all(self.runs)
-            landings = [outer.receive(mine) for outer, mine in zip(self.outers, weights, strict=True)]
+            landings = [outer.land(mine) for outer, mine in zip(self.outers, weights, strict=True)]
         except BaseException:
             for outer, run, state in zip(self.outers, self.runs, before, strict=True):
                 run.discard()
                 outer.restore(state)
             self.network.drop()
             raise
-        return [
-            outer.commit(landing, mine) for outer, landing, mine in zip(self.outers, landings, weights, strict=True)
-        ]
+        met = [o.shaped(o.commit(landing)) if landing else {} for o, landing in zip(self.outers, landings, strict=True)]
+        return [{**mine, **new} for mine, new in zip(weights, met, strict=True)]
 
     def stats(self, rank: int = 0) -> dict[str, Any]:
         """Return the statistics of a rank in the last step; see `grace.core.session.exchange.Exchange.stats`."""

@@ -14,7 +14,7 @@ from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
-from grace.core.session.outer import check_outer, fragments_of, refuse_outer
+from grace.core.session.outer import check_outer, fragments_of, refuse_outer, with_local_steps
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, HandshakeTransport
@@ -35,7 +35,8 @@ class Request:
     """The configuration that this rank asks for, or an error in its place.
 
     The other ranks must learn of the error in the handshake. For that, they need a transport with a time limit.
-    `function` has the arguments `config` and `options`; `where` is its public name.
+    `function` has the arguments `config` and `options`; `where` is its public name. `local_steps` is the short form of
+    the option `outer`.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Request:
         options: Mapping[str, Any],
         function: Callable[..., Any],
         where: str,
+        local_steps: int = 1,
     ) -> None:
         self.where = where
         self._made: Config | Exception
         try:
             refuse_typos(options, function, where)
-            self._made = make_config(config, **options)
+            self._made = make_config(config, **with_local_steps(options, local_steps, where))
         except Exception as error:
             self._made = error
 

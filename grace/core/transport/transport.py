@@ -75,6 +75,10 @@ class Transport(ABC):
         """The number of ranks, in all and on each node."""
         return Ranks(self.size, self.local_size)
 
+    def advance(self) -> None:
+        """Let collectives that are under way go on, without waiting; most libraries do it by themselves."""
+        return
+
     def start(self, collective: Collective, name: str) -> Handle:
         """Start a collective under a name."""
         # A single rank receives what it sends.

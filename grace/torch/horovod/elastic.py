@@ -47,7 +47,7 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._exchange: Exchange = optimizer.grace
-        if "grace_local" in optimizer.state_dict():
+        if self._exchange.outers:
             raise refusal_of_local_steps(_WHERE)
         check_plan(self._exchange.plan, _WHERE)
         self._membership = Membership()

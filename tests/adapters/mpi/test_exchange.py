@@ -248,6 +248,14 @@ def test_resumed_exchange_is_bit_identical(launch):
 
 
 @each_size
+def test_outer_steps_are_those_of_the_simulation(launch):
+    for rank in scenario("outer_steps", launch):
+        assert rank["off"] == rank["resumed"] == [False] * 9
+        assert "shape (40,)" in rank["error"]
+        assert "StepError: outer steps: expected the weights of all tensors" in rank["missing"]
+
+
+@each_size
 def test_exchanges_of_other_communicators_do_not_mix(launch):
     for number, rank in enumerate(scenario("communicators_apart", launch)):
         peers = range(number % 2, launch.ranks, 2)

@@ -407,6 +407,46 @@ def resume() -> dict[str, Any]:
     return results
 
 
+def outer_steps() -> dict[str, Any]:
+    """Compare outer steps with a simulation of all ranks; fail in mid-flight, and go on from a checkpoint."""
+    spec, results = {"w": (30, 20), "v": (40,), "b": ()}, {}
+    config = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False, "communicator": "two_shot"}
+    outer = {"every": 4, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 1, "alpha": 0.25}
+
+    def inner(weights: Any, step: int, rank: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((step, rank))
+        return {k: w - np.float32(0.1) * (w - rng.normal(size=w.shape).astype(np.float32)) for k, w in weights.items()}
+
+    start = {name: np.ones(shape, np.float32) for name, shape in spec.items()}
+    exchange, simulation = make_exchange(spec, config, outer=outer), grace.Simulation(SIZE, spec, config, outer=outer)
+    everyone = [start] * SIZE
+    for each in (exchange, simulation):
+        each.begin(start)
+    mine, off, saved = start, [], []
+    for step in range(9):
+        saved.append((mine, exchange.state_dict()))
+        if step == 4:
+            # The first fragment was sent after two steps of this period, and lands with a share of the own weights.
+            wrong = {**inner(mine, step, RANK), **({"v": np.zeros(3, np.float32)} if RANK == SIZE - 1 else {})}
+            error = outcome(lambda w=wrong: exchange(w)) if RANK == SIZE - 1 else ""
+            exchange.discard()
+            results["error"] = error if RANK == SIZE - 1 else "shape (40,)"
+        mine = exchange(inner(mine, step, RANK))
+        everyone = simulation.step([inner(w, step, rank) for rank, w in enumerate(everyone)])
+        off.append(digest(mine) != digest(everyone[RANK]))
+    results["off"] = off
+    results["resumed"] = []
+    for begun, (weights, state) in enumerate(saved):
+        other = make_exchange(spec, config, outer=outer)
+        other.load_state_dict(state)
+        for step in range(begun, 9):
+            weights = other(inner(weights, step, RANK))
+        results["resumed"].append(digest(weights) != digest(mine))
+        other.close()
+    results["missing"] = outcome(lambda: exchange({"w": mine["w"]}))
+    return results
+
+
 def replicas() -> dict[str, Any]:
     """Compare shared states every second step and weights by hand, and change each of them on the last rank."""
     tensors = {"w": (20, 10)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
@@ -194,6 +195,58 @@ def tf_local_steps() -> dict[str, Any]:
             fit(alone, 1, start=6)
             results[name]["off"] = distance(model, alone)
     return results
+
+
+def tf_outer_steps() -> dict[str, Any]:
+    """Compare outer steps with the published recursion by hand, and go on from a saved model after every step."""
+    results: dict[str, Any] = {}
+    outer = {"every": 3, "lr": 0.7, "momentum": 0.9, "nesterov": True, "warmup": 2}
+    for name, config, options in (
+        ("none", {"compressor": "none"}, {**outer, "alpha": 0.25}),
+        ("topk", {"compressor": "topk", "compress_ratio": 0.2, **EVERYTHING}, outer),
+    ):
+        model, alone, apart, off, saved = net(), net(), [], [], []
+        model.compile(wrap(config, keras.optimizers.SGD(0.1, 0.9), outer=options), "mse")
+        alone.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+        anchors = [v.numpy().astype(np.float64) for v in alone.trainable_variables]
+        momenta = [np.zeros_like(anchor) for anchor in anchors]
+        with tempfile.TemporaryDirectory() as folder:
+            for step in range(8):
+                fit(model, 1, start=step)
+                fit(alone, 1, start=step)
+                for i, v in enumerate(alone.trainable_variables):
+                    mean = hvd.allreduce(v.value, op=hvd.Average, name=f"outer.{i}").numpy().astype(np.float64)
+                    if step < 2:
+                        anchors[i] = mean
+                        v.assign(mean)
+                    elif step in (4, 7):
+                        change = anchors[i] - mean
+                        momenta[i] = 0.9 * momenta[i] + change
+                        anchors[i] = anchors[i] - 0.7 * (change + 0.9 * momenta[i])
+                        v.assign(0.25 * v.numpy() + 0.75 * anchors[i])
+                off.append(distance(model, alone))
+                apart.append(digest(model.trainable_variables))
+                saved.append(str(Path(folder) / f"{step}.keras"))
+                model.save(saved[-1])
+            resumed = []
+            for step in (3, 4, 6):
+                again = keras.saving.load_model(saved[step])
+                fit(again, 7 - step, start=step + 1)
+                resumed.append(digest(again.trainable_variables) == apart[-1])
+        results[name] = {"apart": apart, "off": off, "resumed": resumed}
+    report = model.optimizer.grace.report()
+    results["report"] = report.partition("\n")[0]
+    return results
+
+
+def tf_outer_refusals() -> list[str]:
+    """Wrap with what a graph or a tape cannot do; return the errors."""
+    return [
+        error_of(lambda: wrap(FIRST, outer={"every": 4, "fragments": 2})),
+        error_of(lambda: wrap(FIRST, outer="streaming_diloco")),
+        error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
+        error_of(lambda: DistributedGradientTape(tf.GradientTape(), config={**FIRST, "outer": "diloco"})),
+    ]
 
 
 def tf_changed_and_saved() -> dict[str, Any]:

@@ -79,10 +79,11 @@ def exchange(optimizer: Any) -> None:
         optimizer.step()
 
 
-def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int = 0) -> float:
-    """Train on the batches `start` to `start + steps`. Return the last loss."""
+def train(model: Net, optimizer: Any, steps: int, *, seed: int = 0, start: int = 0, rank: int | None = None) -> float:
+    """Train on the batches `start` to `start + steps` of this rank, or of another one. Return the last loss."""
     loss = torch.zeros(())
-    for x, y in itertools.islice(batches(start + steps, my_rank(), seed), start, None):
+    data = batches(start + steps, my_rank() if rank is None else rank, seed)
+    for x, y in itertools.islice(data, start, None):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()

@@ -12,7 +12,7 @@ import grace.torch
 from grace.core.errors import GraceError
 from grace.torch import CompressionScheduler
 from tests.adapters.torch.launched import mean, my_rank, total, world_size
-from tests.adapters.torch.model import digest, make_net, train, wrap
+from tests.adapters.torch.model import digest, make_net, sgd, train, wrap
 from tests.support.cases import CORRECTED_BY, EVERYTHING
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
@@ -194,6 +194,95 @@ def local_steps() -> dict[str, Any]:
     return results
 
 
+OUTER = {
+    "local sgd": ({"compressor": "none"}, {"every": 3}),
+    "diloco": ({"compressor": "topk", **EVERYTHING}, {"every": 3, "lr": 0.7, "momentum": 0.9, "nesterov": True}),
+    "streaming": (
+        {"compressor": "topk", **EVERYTHING},
+        {"every": 6, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 2, "alpha": 0.5, "warmup": 1},
+    ),
+    "update": ({"compressor": "efsignsgd", **EVERYTHING}, "update"),
+}
+
+
+def outer_steps() -> dict[str, Any]:
+    """Compare real ranks with a simulation of all of them, after every step; drop steps, and resume from a file."""
+    results: dict[str, Any] = {}
+    for name, (config, outer) in OUTER.items():
+        net = make_net()
+        optimizer = wrap(net, config, outer=outer)
+        everyone = [make_net() for _ in range(world_size())]
+        inner = [sgd(each) for each in everyone]
+        sim = grace.Simulation(
+            world_size(),
+            {key: tuple(p.shape) for key, p in net.named_parameters()},
+            config,
+            framework="torch",
+            outer=outer,
+        )
+        sim.begin({key: p.detach() for key, p in net.named_parameters()})
+        off, saved = [], []
+        for step in range(9):
+            saved.append(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
+            train(net, optimizer, 1, start=step)
+            for rank, (each, own) in enumerate(zip(everyone, inner, strict=True)):
+                train(each, own, 1, start=step, rank=rank)
+            met = sim.step([{key: p.detach() for key, p in each.named_parameters()} for each in everyone])
+            for each, new in zip(everyone, met, strict=True):
+                each.load_state_dict(new)
+            off.append(weights(net) != weights(everyone[my_rank()]))
+        resumed = []
+        for start, (model, state) in enumerate(saved):
+            again = make_net(seed=1)
+            other = wrap(again, config, outer=outer)
+            again.load_state_dict(model)
+            other.load_state_dict(state)
+            train(again, other, 9 - start, start=start)
+            resumed.append(weights(again) != weights(net))
+        results[name] = {
+            "off": off,
+            "resumed": resumed,
+            "weights": weights(net),
+            "stats": optimizer.grace.stats()["outer"],
+        }
+    return results
+
+
+def outer_discarded() -> dict[str, Any]:
+    """Drop what is on its way and all steps since the last meeting; the next steps are those of a fresh run."""
+    config, outer = OUTER["streaming"]
+    net, twin = make_net(), make_net()
+    optimizer = wrap(net, config, outer=outer, optimizer=sgd(net, momentum=0.0))
+    other = wrap(twin, config, outer=outer, optimizer=sgd(twin, momentum=0.0))
+    train(net, optimizer, 6)
+    train(twin, other, 6)
+    # The second fragment was sent after step 7 and would be applied after step 9.
+    train(net, optimizer, 2, start=6)
+    for each in (optimizer, other):
+        each.grace.discard()
+    train(net, optimizer, 6, start=6)
+    train(twin, other, 6, start=6)
+    return {"equal": weights(net) == weights(twin), "steps": optimizer.grace.stats()["outer"]["steps"]}
+
+
+def outer_mean_of_pytorch() -> dict[str, Any]:
+    """Average weights by PyTorch's own class for post-local SGD, and by grace. Return the largest differences."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    ours, theirs = make_net(), make_net()
+    optimizer = wrap(ours, {"compressor": "none"}, outer={"every": 3})
+    # PyTorch counts from 0: it averages after the third, the sixth and the ninth step.
+    plain, averager = sgd(theirs), PeriodicModelAverager(period=3, warmup_steps=2)
+    apart = []
+    for step in range(9):
+        train(ours, optimizer, 1, start=step)
+        train(theirs, plain, 1, start=step)
+        averager.average_parameters(theirs.parameters())
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        apart.append(max(float((a - b).abs().max()) for a, b in pairs))
+    return {"apart": apart, "weights": weights(ours)}
+
+
 def local_refusals() -> dict[str, Any]:
     """Try arguments that cannot be combined with local steps."""
     net = make_net()
@@ -202,6 +291,8 @@ def local_refusals() -> dict[str, Any]:
         {"local_steps": 2, "op": total()},
         {"local_steps": 2, "backward_passes_per_step": 2},
         {"local_steps": 2, "lr_correction": True},
+        {"local_steps": 2, "gradient_as_bucket_view": True},
+        {"local_steps": 2, "outer": "diloco"},
         {"local_steps": 2 + my_rank()},
     ]
     errors = []
