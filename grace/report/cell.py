@@ -8,6 +8,7 @@ import math
 import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grace
+from grace.core.config.config import Method as Parts
 from grace.core.config.registry import communicators
 from grace.core.observe.log import logger
 from grace.core.plan.unit import Assignment
@@ -84,7 +86,8 @@ class Cell:
         """Return all that the result depends on. A file with another setting is not this cell's result.
 
         The configuration is complete, and `communicator` is what `auto` takes for an example: both change with grace.
-        Data of a folder are told by their size. Raises ConfigError if files of them lack.
+        `own` tells the source files of a method from outside grace, which change as it is written. Data of a folder are
+        told by their size. Raises ConfigError if files of them lack.
         """
         task, made, data = find_task(self.task), self.method.made, BUILT_IN
         if self.data:
@@ -101,7 +104,17 @@ class Cell:
             "momentum": 0.0 if self.method.accelerates else task.momentum,
             "factors": list(FACTORS) if self.method.votes else [],
             **({"equal": self.method.equal} if self.method.equal else {}),
+            **({"own": own} if (own := _own(made.method)) else {}),
         }
+
+
+def _own(method: Parts) -> str:
+    """Return a hash of the source files of the parts of a method that are not grace's; empty if all are."""
+    parts = (method.compressor, method.memory, method.communicator)
+    modules = {type(part).__module__ for part in parts}
+    files = {getattr(sys.modules[name], "__file__", None) for name in modules if name.partition(".")[0] != "grace"}
+    texts = [Path(file).read_bytes() for file in sorted(filter(None, files))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:12] if texts else ""
 
 
 def train(cell: Cell) -> dict[str, Any]:

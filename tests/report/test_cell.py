@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+import types
 
 import pytest
 
@@ -40,6 +42,22 @@ def tried(monkeypatch):
 
     monkeypatch.setattr(type(task), "start", watched)
     return given
+
+
+def test_the_code_of_a_method_from_outside_grace_is_part_of_its_setting(tmp_path, monkeypatch):
+    """One edits it between two starts of `grace report`."""
+    own = types.ModuleType("own_method")
+    own.__file__ = str(tmp_path / "own_method.py")
+    monkeypatch.setitem(sys.modules, "own_method", own)
+    made = make("topk").method.made.method
+    assert module._own(made) == ""
+    assert "own" not in make("topk").setting()
+    changed = dataclasses.replace(made, compressor=type("Own", (), {"__module__": "own_method"})())
+    (tmp_path / "own_method.py").write_text("x = 1\n")
+    before = module._own(changed)
+    assert len(before) == 12
+    (tmp_path / "own_method.py").write_text("x = 2\n")
+    assert module._own(changed) not in ("", before)
 
 
 def test_equal_cells_have_equal_results_but_for_times():
