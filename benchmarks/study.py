@@ -34,6 +34,8 @@ TWICE = (
     "topk:compress_ratio=0.1", "topk:compress_ratio=0.02", "topk",
 )  # fmt: skip
 FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
+# Thresholds that a probe chooses, or that follow what is sent, for the elements that topk sends.
+VOLUME = tuple(f"hardthreshold:compress_ratio=0.01{more}" for more in ("", ":tune_steps=20", ":controlled=true"))
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
 # Significant digits of results: what a table shows has fewer.
@@ -46,16 +48,16 @@ def parts():
     others = [name for name, _ in compressors.ready() if name not in methods()]
     twice = [f"{name}:communicator={way}" for name in TWICE for way in ("allgather", "two_shot")]
     twice += [name + FINER for name in ("topk", "efsignsgd")]
-    probe = "hardthreshold:compress_ratio=0.01"
-    volume = [probe, f"{probe}:tune_steps=20", f"{probe}:controlled=true"]
     return (
         ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *others),
-        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *volume),
+        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *VOLUME),
+        ("--tasks", "cnn", "ncf", "--ranks", "4", "--seeds", "0", "--methods", VOLUME[0]),
         ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *plain),
     )
 
 
+@cache
 def method_of(label):
     """Return the method of a label, or None if grace has no such method any more."""
     if label in methods():

@@ -204,6 +204,13 @@ def communicators() -> Values:
     yield "one_bit", f"{dense - signs['two_shot']:.1f}"
     yield "four_bits", f"{dense - signs['finer']:.1f}"
     yield "counted_from", f"{sparse_allreduce._COUNTED_FROM:,}"
+    taken, others = study_tables.lost_by_second_compression()
+    yield "most_twice", f"{max(taken.values()):.1f}"
+    yield "least_twice", f"{min(others.values()):.1f}"
+    once = study_tables.ways("topk", "mf")
+    twice = study_tables.ways("topk:compress_ratio=0.02", "mf")
+    for name, found in (("one_percent", once[0]), ("two_percent", twice[1]), ("finer_mean", once[2])):
+        yield name, f"{100 * found.relative:.0f}"
     for task in ("mf", "transformer"):
         for name, label in (("with", "terngrad, feedback"), ("without", "terngrad")):
             yield f"{task}_{name}", f"{100 * study_tables.row_of(label, task).relative:.0f}"
@@ -299,23 +306,8 @@ def hard_threshold() -> Values:
     assert {r["bytes"] for r in plain} == {4 * d * steps}
     # Ten values and indices, and a header of 16 bytes.
     assert {r["bytes"] for r in topk} == {(8 * args.k + 16) * steps}
-
-    def volumes(method: str) -> list[float]:
-        return [r["volume"] for r in rows("hard_threshold_volume") if r["method"] == method]
-
-    for name, method in (("probe", "hardthreshold"), ("short", "hardthreshold, tune_steps 20")):
-        for number, volume in enumerate(volumes(method), 1):
-            yield f"{name}_{number}", f"{volume:.2f}"
-    by_task = [
-        {r["method"]: r for r in rows("hard_threshold_volume") if r["task"] == task}
-        for task in ("logistic regression", "matrix factorization")
-    ]
-    densities = by_task[1]["hardthreshold"]["densities"].split()
-    yield "second_eighth", densities[1]
-    yield "last_eighth", densities[-1]
-    for found in by_task:
-        topk_loss = found["topk, volume of hardthreshold"]["loss"]
-        assert abs(found["hardthreshold"]["loss"] / topk_loss - 1) < 0.005, "less than 0.5 %"
+    for task in ("cnn", "ncf"):
+        yield f"probe_{task}", study_tables.share_of_topk(study_tables.row_of(study_tables.study.VOLUME[0], task), task)
 
 
 @quoted

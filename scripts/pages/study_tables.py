@@ -16,8 +16,9 @@ import measurements
 from registry import ROOT, Block, kind, wrapped
 from registry import row as table_row
 
+from grace.core.communicators.auto import error_of_normal
 from grace.core.config.registry import compressors
-from grace.report.methods import DENSE, methods
+from grace.report.methods import DENSE, EQUAL, methods
 from grace.report.study import USUAL_RANKS
 from grace.report.table import Row, Table, tables
 from grace.report.task import MODULES, find_task
@@ -183,6 +184,68 @@ def feedback(block: Block) -> list[str]:
         asked = "memory" in compressors.needed(methods()[name].config["compressor"])
         lines.append(table_row(f"`{name}`", "to be named" if asked else "with" if on else "without", *cells))
     return lines
+
+
+@kind("study-twice")
+def twice(block: Block) -> list[str]:
+    """Return the table of methods by allgather, by two_shot, and with 8 bits for the mean, the smallest error first."""
+    tasks = block.arguments
+    lines = [table_row("method", "relative error", f"`auto` on {USUAL_RANKS} ranks", *(f"`{task}`" for task in tasks))]
+    lines.append(table_row("---", "---:", "---", *["---:"] * len(tasks)))
+    for name in sorted(study.TWICE, key=error_of):
+        cells = [
+            " / ".join(filter(None, (percent(row, task, band=False) for row in ways(name, task)))) for task in tasks
+        ]
+        lines.append(table_row(f"`{name}`", f"{error_of(name):.2g}", auto(name), *cells))
+    return [*lines, "", *origin(block)]
+
+
+def ways(name: str, task: str) -> tuple[Row | None, Row | None, Row | None]:
+    """Return the rows of a method by allgather, by two_shot, and by two_shot with 8 bits for the mean."""
+    once, again = (row_of(f"{name}:communicator={way}", task) for way in ("allgather", "two_shot"))
+    return once, again, row_of(name + study.FINER, task)
+
+
+def lost_by_second_compression() -> tuple[dict[str, float], dict[str, float]]:
+    """Return the points that two_shot loses to allgather on the worse of two tasks, by method.
+
+    Those of methods that `auto` sends by two_shot come first, then the others.
+    """
+    taken, others = dict[str, float](), dict[str, float]()
+    for name in study.TWICE:
+        (taken if auto(name) == "two_shot" else others)[name] = max(
+            100 * (once.relative - again.relative)
+            for once, again, _ in (ways(name, task) for task in ("mf", "mf_adam"))
+        )
+    return taken, others
+
+
+def error_of(name: str) -> float:
+    """Return the error by which `auto` decides about a method."""
+    return error_of_normal(study.method_of(name).made.method.compressor)
+
+
+def auto(name: str) -> str:
+    """Return the communicator that `auto` takes for a method."""
+    return study.setting_of("mf", name, USUAL_RANKS)["communicator"]
+
+
+@kind("study-volume")
+def volume(block: Block) -> list[str]:
+    """Return the table of hard thresholds: bytes as a share of those of topk, and the quality."""
+    tasks = block.arguments
+    lines = [table_row("method", *(f"`{task}`: {of}" for task in tasks for of in ("bytes", "quality")))]
+    lines.append(table_row("---", *["---:"] * 2 * len(tasks)))
+    for name in ("topk", *study.VOLUME, EQUAL):
+        rows = [(task, row_of(name, task)) for task in tasks]
+        cells = [text for task, row in rows for text in (share_of_topk(row, task), percent(row, task))]
+        lines.append(table_row(f"`{name}`", *cells))
+    return [*lines, "", *origin(block)]
+
+
+def share_of_topk(row: Row | None, task: str) -> str:
+    """Return the bytes of a method as a share of those of topk."""
+    return "" if row is None else f"{row.bytes / row_of('topk', task).bytes:.2f}"
 
 
 def pairs() -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from grace.report.methods import EQUAL
 from tests.report.made import dense, run, runs
 from tests.support.launch import ROOT
 
@@ -89,3 +90,25 @@ def test_methods_are_shown_with_and_without_error_feedback(table):
     assert rows["method"] == ["default", "`mf`"]
     assert rows["`topk`"] == ["with", "100.0 / **50.0**"]
     assert rows["`qsgd`"] == ["without", "**50.0** / 100.0"]
+
+
+def test_one_and_two_compressions_are_shown_the_smallest_error_first(table):
+    results = [
+        *dense(), *runs("qsgd:communicator=allgather", (0.1, 0.1)), *runs("qsgd:communicator=two_shot", (0.11, 0.11)),
+        *runs("topk:communicator=allgather", (0.125, 0.125)), *runs("topk:communicator=two_shot", (0.2, 0.2)),
+        *runs('topk:communicator={"name":"two_shot","second":"qsgd"}', (0.125, 0.125)),
+    ]  # fmt: skip
+    rows, _ = table("study-twice mf", results)
+    assert rows["`qsgd`"] == ["0.0001", "two_shot", "100.0 / 90.9"]
+    assert rows["`topk`"] == ["0.92", "allgather", "**80.0** / **50.0** / **80.0**"]
+    assert list(rows).index("`qsgd`") < list(rows).index("`topk`")
+
+
+def test_the_bytes_of_thresholds_are_those_of_topk_times_something(study_tables, table):
+    results = [*dense(), *runs("topk", (0.1, 0.1), share=0.02)]
+    for name in (*study_tables.study.VOLUME, EQUAL):
+        results += runs(name, (0.1, 0.1), share=0.03)
+    rows, _ = table("study-volume mf", results)
+    assert rows["method"] == ["`mf`: bytes", "`mf`: quality"]
+    assert rows["`topk`"] == ["1.00", "100.0 (90.0 to 110.0)"]
+    assert rows[f"`{EQUAL}`"][0] == "1.50"

@@ -26,8 +26,8 @@ _UNION = SparseAllreduce(reduction="union")
 # What is compared, the simplest first. All deliver the mean of what the ranks have sent, except two_shot,
 # which compresses it again: `_obstacle` has its conditions. Sums that drop entries and nodes stay the user's choice.
 _CANDIDATES = (Allreduce(), Allgather(), _UNION, TwoShot())
-# Up to this error of a compressor, a second compression costs less than seeds differ; see "What a second compression
-# costs" in docs/communicators_and_memories.md. No built-in method with its default options is near it.
+# Up to this error of a compressor, a second compression costs about as much as seeds differ; see "Second compression"
+# in docs/communicators_and_memories.md.
 _FREE_ERROR = 0.1
 _EXAMPLE = TensorSpec("example", (4096,))
 

@@ -16,7 +16,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import MAX_MAGNITUDE, Array, Field, Payload, State, TensorSpec
 
 # The middle of the second half of a probe is the step in which this share of the elements would have been sent.
-# benchmarks/hard_threshold.py measures the volume of runs with it.
+# docs/hard_threshold.md has the volume of runs with it.
 _TURNS, _LEAST_PROBE = 0.25, 10
 # Of `controlled`. Tried with four ranks on a logistic regression and a perceptron: with gains up to 0.3 and horizons
 # of 10 to 40 steps the volume of 200 to 2,000 steps is within 9 % of its ratio, with these within 2 %.
