@@ -13,32 +13,10 @@ from grace.report.task import Task, register
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 
-class SGD:
-    """Weights in NumPy that SGD with momentum and a constant learning rate trains, as part of a `Training`."""
+class Ratings:
+    """Ratings of items by users, as products of 8 unknown factors each, by SGD; a rank has users of its own."""
 
     framework = "numpy"
-
-    def __init__(self, weights: Arrays, lr: float, momentum: float) -> None:
-        self.weights = weights
-        self.shapes = {name: w.shape for name, w in weights.items()}
-        self.optimizer = Optimizer.of(SGD, momentum)
-        self._lr, self._momentum = np.float32(lr), np.float32(momentum)
-        self._moved = {name: np.zeros_like(w) for name, w in weights.items()}
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        return float(self._lr)
-
-    def apply(self, merged: Mapping[str, npt.NDArray[np.float32]], step: int) -> None:
-        """Take one step: v <- momentum v + g, w <- w - lr v."""
-        for name, w in self.weights.items():
-            self._moved[name] = self._momentum * self._moved[name] + merged[name]
-            self.weights[name] = w - self._lr * self._moved[name]
-
-
-class Ratings(SGD):
-    """Ratings of items by users, as products of 8 unknown factors each; a rank has users of its own."""
-
     users, items, ratings, factors, true_factors, noise = 400, 300, 20_000, 8, 4, 0.3
 
     def __init__(self, seed: int, ranks: int, batch: int, lr: float, momentum: float) -> None:
@@ -53,8 +31,18 @@ class Ratings(SGD):
         self._given = ((true[0] @ true[1].T / 2)[self._user, self._item] + noise).astype(np.float32)
         self._parts = np.array_split(np.argsort(self._user, kind="stable"), ranks)
         sizes = {"users": self.users, "items": self.items}
-        weights = {n: (0.3 * rng.standard_normal((d, self.factors))).astype(np.float32) for n, d in sizes.items()}
-        super().__init__(weights, lr, momentum)
+        self.weights: Arrays = {
+            name: (0.3 * rng.standard_normal((number, self.factors))).astype(np.float32)
+            for name, number in sizes.items()
+        }
+        self.shapes = {name: w.shape for name, w in self.weights.items()}
+        self.optimizer = Optimizer("SGD", momentum, adaptive=False)
+        self._lr, self._momentum = np.float32(lr), np.float32(momentum)
+        self._moved = {name: np.zeros_like(w) for name, w in self.weights.items()}
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return float(self._lr)
 
     def gradients(self, rank: int, step: int) -> Arrays:
         """Return the gradients of the mean square error over the rank's own batch."""
@@ -66,6 +54,12 @@ class Ratings(SGD):
         np.add.at(found["users"], u, error * y)
         np.add.at(found["items"], i, error * x)
         return found
+
+    def apply(self, merged: Mapping[str, npt.NDArray[np.float32]], step: int) -> None:
+        """Take one step: v <- momentum v + g, w <- w - lr v."""
+        for name, w in self.weights.items():
+            self._moved[name] = self._momentum * self._moved[name] + merged[name]
+            self.weights[name] = w - self._lr * self._moved[name]
 
     def loss(self) -> float:
         """Return the mean square error over all ratings: the task tests how well one optimizes."""
