@@ -75,7 +75,8 @@ def statistics(
             residual = now.units[unit.spec.name]["memory"].get("residual") if known else None
             if residual is None:
                 return None
-            squares += float(ops(unit.spec.device).norm(residual[offset : offset + piece.numel])) ** 2
+            to = ops(unit.spec.device)
+            squares += float(to.norm(to.cast(residual[offset : offset + piece.numel], unit.spec.work_dtype))) ** 2
         return math.sqrt(squares) if name in plan.places else None
 
     def volume(item: Assignment) -> float | None:

@@ -54,7 +54,8 @@ def carry(
                 same_ranks and other is not None and (other.owners, other.pieces) == (onward.owners, onward.pieces)
             )
             if residual is not None and not (goes_on and "residual" in new[name]["memory"]):
-                _hand_back(unit, residual * (size / len(owners) / scale), after.units, new, ops)
+                wide = ops(unit.spec.device).cast(residual, unit.spec.work_dtype)
+                _hand_back(unit, wide * (size / len(owners) / scale), after.units, new, ops)
     return new
 
 
@@ -119,16 +120,17 @@ def _hand_back(
 ) -> None:
     """Add a residual, in units of the gradient, to those that the new units hold for the same elements."""
     for unit in units:
-        memory = new[unit.spec.name]["memory"]
+        memory, to = new[unit.spec.name]["memory"], ops(unit.spec.device)
         if "residual" not in memory:
             continue
+        dtype = to.dtype(memory["residual"])
         for piece, offset in offsets(unit):
             for start, stop, _, place in holders([old], piece):
                 total, low = memory["residual"], offset + start - piece.start
                 high = low + stop - start
                 added = residual[place : place + stop - start] * unit.memory.residual_scale
-                rows = [total[:low], total[low:high] + added, total[high:]]
-                memory = {**memory, "residual": ops(unit.spec.device).concat(rows)}
+                sum_ = to.cast(to.cast(total[low:high], unit.spec.work_dtype) + added, dtype)
+                memory = {**memory, "residual": to.concat([total[:low], sum_, total[high:]])}
         new[unit.spec.name] = {**new[unit.spec.name], "memory": memory}
 
 
@@ -163,7 +165,9 @@ def _continue(
 ) -> UnitStates:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
-        "memory": _keep_fitting(states["memory"], fresh["memory"]),
+        "memory": _keep_fitting(
+            _in_its_dtype(states["memory"], fresh["memory"], ops(new.spec.device)), fresh["memory"]
+        ),
         "compressor": _keep_fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
     }
     if "residual" in states["memory"] and "residual" in kept["memory"]:
@@ -194,7 +198,7 @@ def _recut(
         for piece, offset in offsets(unit):
             at = piece.start
             for start, stop, old, place in holders(before, piece):
-                state = states[old.spec.name]["memory"].get(key)
+                state = _in_its_dtype(states[old.spec.name]["memory"], fresh, ops).get(key)
                 if state is None or tuple(state.shape) != (old.spec.numel,) or state.dtype != initial_value.dtype:
                     continue
                 rows.append(initial_value[offset + at - piece.start : offset + start - piece.start])
@@ -220,6 +224,13 @@ def splice_units(
         if ranges:
             spliced = splice(unit, states[name]["memory"], memory, ranges, ops(unit.spec.device))
             states[name] = {**states[name], "memory": spliced}
+
+
+def _in_its_dtype(old: State, fresh: State, ops: ArrayOps) -> State:
+    """Return an old state with its residual in the dtype of the new one, if both have one."""
+    if "residual" not in old or "residual" not in fresh:
+        return old
+    return {**old, "residual": ops.cast(old["residual"], ops.dtype(fresh["residual"]))}
 
 
 def _keep_fitting(old: State, fresh: State) -> State:

@@ -200,16 +200,19 @@ class Merge:
         if any(array is None for array in arrays):
             return None
         ops, total = self._ops(unit.spec.device), arrays[0]
-        dtype = ops.dtype(total)
+        kept = ops.dtype(total)
+        # Means of 16-bit numbers are rounded once.
+        dtype = "float32" if kept == "bfloat16" else kept
         # What the ranks agree on stays as it is. So it is equal on all of them again.
         if not all(self._equal(unit, array, arrays[0]) for array in arrays[1:]):
             if not dtype.startswith(("float", "bfloat")):
                 return None
-            total = total * ops.cast(weights[0][1], dtype)
+            total = ops.cast(total, dtype) * ops.cast(weights[0][1], dtype)
             for array, (_, weight) in zip(arrays[1:], weights[1:], strict=True):
-                total = total + array * ops.cast(weight, dtype)
-        grows = self._growth != 1 and key in unit.memory.additive
-        return total * ops.cast(self._growth, dtype) if grows else total
+                total = total + ops.cast(array, dtype) * ops.cast(weight, dtype)
+        if self._growth != 1 and key in unit.memory.additive:
+            total = ops.cast(total, dtype) * ops.cast(self._growth, dtype)
+        return ops.cast(total, kept)
 
     def _owners(self, unit: Unit, size: int) -> Sequence[int]:
         return range(size) if unit.owners is None else unit.owners
