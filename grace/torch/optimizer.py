@@ -23,8 +23,8 @@ from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Library, Settings
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
-from grace.torch.outer import OuterAdapter
-from grace.torch.steps import describe
+from grace.torch.outer import OuterAdapter, refuse_scaler
+from grace.torch.steps import check_optimizer, describe
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
@@ -111,11 +111,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 gradient_predivide_factor=gradient_predivide_factor != 1.0,
                 gradient_as_bucket_view=gradient_as_bucket_view,
             )
-            if grad_scaler is not None:
-                raise ConfigError(
-                    f"{_WHERE}: local_steps and outer cannot be combined with grad_scaler, because ranks may skip "
-                    "different steps; train in float32 or bfloat16."
-                )
+            refuse_scaler(grad_scaler, _WHERE)
             wrapped, names = optimizer, names_of(optimizer, named_parameters)
         else:
             wrapped, names = library.wrap(optimizer, named_parameters, settings)
@@ -198,15 +194,7 @@ def _library(backend: str | None, process_set: Any, process_group: Any, timeout:
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError or TypeError for an optimizer that is not supported."""
     where = _WHERE
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{where}: expected a torch.optim.Optimizer, received {type(optimizer).__qualname__}.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"{where}: LBFGS is not supported, because it evaluates its closure several times per step and grace "
-            "exchanges gradients once per step; use another optimizer."
-        )
-    if hasattr(optimizer, "_allreduce_grad_async") or hasattr(optimizer, "grace"):
-        raise ConfigError(f"{where}: the optimizer is already wrapped; pass the plain optimizer.")
+    check_optimizer(optimizer, where)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if is_registered(parameters):
         raise ConfigError(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from grace.core.errors import ConfigError
+from grace.core.session.start import Request, open_session
 from grace.core.state.merge import optimizer_state
-from grace.torch.adapter import OptimizerAdapter, give_own_class
+from grace.torch.adapter import OptimizerAdapter, PlainMethods, give_own_class
+from grace.torch.exchange import OPS, Exchange
+from grace.torch.steps import check_optimizer, describe
+from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
+
+if TYPE_CHECKING:
+    from grace.torch.distributed.library import TorchDistributed
 
 
 class OuterAdapter(OptimizerAdapter):
@@ -24,7 +35,7 @@ class OuterAdapter(OptimizerAdapter):
         self.outer.begin(self._weights())
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach() for p, name in self.names.items()}
+        return {name: own_part(p) for p, name in self.names.items()}
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of this rank, and exchange what the weights have moved if it is time."""
@@ -59,7 +70,7 @@ class OuterAdapter(OptimizerAdapter):
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         for p, name in self.names.items():
             if name in weights:
-                p.copy_(weights[name].view(p.shape))
+                own_part(p).copy_(weights[name].view(own_part(p).shape))
 
     def forget(self) -> None:
         """Return to the weights after the last meeting of each parameter, and to the inner step of the last one."""
@@ -73,3 +84,70 @@ class OuterAdapter(OptimizerAdapter):
         given = optimizer_state(state_dict, self.exchange.rank)
         saved = given.pop("grace", {})
         self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
+
+
+def own_part(p: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a parameter that this rank holds: all, or its part of a sharded one; shares memory."""
+    return p.detach().to_local() if is_sharded(p) else p.detach()
+
+
+def refuse_scaler(grad_scaler: Any, where: str) -> None:
+    """Raise ConfigError for a GradScaler."""
+    if grad_scaler is not None:
+        raise ConfigError(
+            f"{where}: local_steps and outer cannot be combined with grad_scaler, because ranks may skip different "
+            "steps; train in float32 or bfloat16."
+        )
+
+
+def register_outer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    request: Request,
+    library: TorchDistributed,
+    process_group: Any,
+    grad_scaler: Any,
+) -> Exchange:
+    """Let the ranks of a group exchange what an optimizer has moved of a model; see `grace.torch.register`."""
+    where = request.where
+    with open_session(
+        request, library.transport, world=library.world, group=f"grace/{library.group}", kind="outer"
+    ) as session:
+        check_optimizer(optimizer, where)
+        refuse_scaler(grad_scaler, where)
+        if session.config.outer is None:
+            raise ConfigError(
+                f"{where}: with an optimizer, the ranks step on their own and need outer, for example outer='diloco'; "
+                "leave optimizer out to exchange gradients."
+            )
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        names = names_of(optimizer, module.named_parameters())
+        _refuse_shards(names, dist.get_process_group_ranks(process_group or dist.group.WORLD), where)
+        trained = {p: name for p, name in names.items() if p.requires_grad}
+        session.local = {"outer number": session.number}
+        specs = [spec_of(name, own_part(p)) for p, name in trained.items()]
+        run = session.begin(specs, OPS, average=True, outer=True)
+    exchange = Exchange(session, library, {name: p for p, name in names.items()}, None)
+    exchange.optimizers.append(describe(optimizer)._replace(adaptive=False))
+    check_frozen = functools.partial(
+        refuse_unfrozen,
+        {name: p for p, name in names.items() if not p.requires_grad},
+        "the model was registered",
+        "Register the model again, with a new optimizer, after you unfreeze parameters.",
+    )
+    OuterAdapter(optimizer, PlainMethods.of(optimizer), exchange, trained, check_frozen).attach()
+    exchange.announce(run.stages)
+    return exchange
+
+
+def _refuse_shards(names: Mapping[torch.Tensor, str], ranks: list[int], where: str) -> None:
+    """Raise ConfigError if ranks that hold different parts of a parameter would exchange them with each other."""
+    for p, name in names.items():
+        if is_sharded(p):
+            parts = set(p.device_mesh.mesh.flatten().tolist())
+            if len(parts.intersection(ranks)) > 1:
+                raise ConfigError(
+                    f"{where}: the ranks {sorted(parts)} each hold a part of parameter '{name}', and would exchange "
+                    "different parts with each other; pass process_group with the ranks that hold the same part, one "
+                    "of each site."
+                )

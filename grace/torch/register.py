@@ -24,6 +24,8 @@ def register(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    process_group: Any = None,
     **options: Any,
 ) -> Exchange:
     """Let grace compress and exchange the gradients of a model in `DistributedDataParallel` or `fully_shard` (FSDP2).
@@ -39,6 +41,10 @@ def register(
     methods that need whole tensors, and communicators, cannot be chosen. On a mesh of replicas and shards (HSDP), FSDP
     reduces within each replica, and the ranks that hold the same part exchange it by any method.
 
+    With `optimizer`, the ranks of `process_group` (all of them without it) step on their own, and exchange what the
+    weights have moved, as the option `outer` says. The model may then be any module. In DDP or FSDP2 it trains within
+    a site as ever, and the group has the ranks that hold the same weights, one of each site.
+
     Returns the exchange of the model. An error of the exchange is raised by `backward()`. Raises TypeError for another
     model, ConfigError for several such models and for a model or arguments that are not supported, and MismatchError on
     every rank if the ranks differ in configuration or parameters.
@@ -48,9 +54,18 @@ def register(
     from grace.torch.distributed.library import TorchDistributed
     from grace.torch.distributed.wrapped import take_hook
 
-    model = _parallel_in(model)
-
     request = Request(config, options, register, WHERE)
+    if optimizer is not None:
+        from grace.torch.outer import register_outer
+
+        library = TorchDistributed(process_group, request.timeout)
+        return register_outer(model, optimizer, request, library, process_group, grad_scaler)
+    if process_group is not None:
+        raise ConfigError(
+            f"{WHERE}: process_group names the ranks of outer steps and needs optimizer; leave it out. DDP and FSDP2 "
+            "have their own."
+        )
+    model = _parallel_in(model)
     if not isinstance(model, DistributedDataParallel):
         from grace.torch.distributed.fsdp import register_sharded
 

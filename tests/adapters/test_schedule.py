@@ -111,6 +111,21 @@ def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
     assert ranks[0]["streaming"]["stats"]["rounds"] == 1 + 2
 
 
+@on(TORCHRUN, Launch(TORCH, "torchrun", 4))
+def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(launch):
+    ranks = scenario("registered_outer_steps", launch)
+    for rank in ranks:
+        for label in ("plain", "ddp", "fsdp") if launch.ranks == 2 else ("ddp", "fsdp"):
+            assert rank[f"{label}, rounds"] == 7
+            for found, expected in zip(rank[label], rank["ddp"], strict=True):
+                assert found == pytest.approx(expected, abs=1e-6), label
+        errors = rank["errors"]
+        assert "need outer, for example outer='diloco'" in errors["no outer"]
+        assert "it exchanges gradients and cannot take outer steps" in errors["no optimizer"]
+        assert "process_group names the ranks of outer steps" in errors["group"]
+        assert "each hold a part of parameter" in errors["parts"]
+
+
 @on(TWO_TENSORFLOW)
 def test_outer_steps_in_graphs_follow_the_recursion(launch):
     ranks = scenario("tf_outer_steps", launch)

@@ -7,12 +7,15 @@ import io
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import grace.torch
 from grace.core.errors import GraceError
 from grace.torch import CompressionScheduler
 from tests.adapters.torch.launched import mean, my_rank, total, world_size
-from tests.adapters.torch.model import digest, make_net, sgd, train, wrap
+from tests.adapters.torch.model import digest, make_net, outcome, sgd, train, wrap
 from tests.support.cases import CORRECTED_BY, EVERYTHING
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
@@ -281,6 +284,50 @@ def outer_mean_of_pytorch() -> dict[str, Any]:
         pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
         apart.append(max(float((a - b).abs().max()) for a, b in pairs))
     return {"apart": apart, "weights": weights(ours)}
+
+
+def _layers() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(20, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+
+
+def registered_outer_steps() -> dict[str, Any]:
+    """Train plain, in DDP and in FSDP2 within sites of two ranks, or of one, with outer steps between the sites."""
+    size = world_size()
+    sites = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("between", "within"))
+    outer = {"every": 3, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 3, "delay": 0}
+    config = {"compressor": "none", "check_replicas": 1}
+    results: dict[str, Any] = {}
+    for label in ("plain", "ddp", "fsdp") if size == 2 else ("ddp", "fsdp"):
+        model = made = _layers()
+        if label == "ddp":
+            made = DistributedDataParallel(model, process_group=sites["within"].get_group())
+        if label == "fsdp":
+            made = fully_shard(model, mesh=sites["within"])
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.5)
+        group = sites["between"].get_group()
+        exchange = grace.torch.register(made, config, outer=outer, optimizer=optimizer, process_group=group)
+        for step in range(7):
+            x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + my_rank()))
+            optimizer.zero_grad()
+            made(x).square().mean().backward()
+            optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        full = [p.full_tensor() if label == "fsdp" else p for p in model.parameters()]
+        results[label] = [p.detach().flatten().tolist() for p in full]
+        results[f"{label}, rounds"] = exchange.stats()["outer"]["rounds"]
+    wrong = _layers()
+    calls = {
+        "no outer": lambda: grace.torch.register(wrong, config, optimizer=sgd(wrong)),
+        "no optimizer": lambda: grace.torch.register(DistributedDataParallel(wrong), config, outer=outer),
+        "group": lambda: grace.torch.register(DistributedDataParallel(wrong), config, process_group=group),
+    }
+    everywhere = fully_shard(_layers(), mesh=init_device_mesh("cpu", (size,)))
+    calls["parts"] = lambda: grace.torch.register(everywhere, config, outer=outer, optimizer=sgd(everywhere))
+    results["errors"] = {name: outcome(call) for name, call in calls.items()}
+    return results
 
 
 def local_refusals() -> dict[str, Any]:
