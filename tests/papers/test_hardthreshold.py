@@ -203,7 +203,8 @@ def test_no_volume_is_known_without_tuning():
 
 
 def test_gradients_of_zero_leave_the_tuner_where_it_is():
-    sim = grace.Simulation(2, {"w": (50, 40)}, {"compressor": "hardthreshold", "default_rules": False})
+    config = {"compressor": "hardthreshold", "compress_ratio": 0.001, "default_rules": False}
+    sim = grace.Simulation(2, {"w": (50, 40)}, config)
     rng, zero = np.random.default_rng(0), np.zeros((50, 40), np.float32)
     sent = []
     for number in range(120):
