@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from grace.core.config.registry import communicators
+from grace.core.errors import ConfigError
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.compressor import Compressor
+from grace.core.methods.memory import Memory, wide_norm
+from grace.core.methods.site import Site
 from grace.core.plan.unit import Unit, layout_of
-from grace.core.spec import Ranks
+from grace.core.spec import Array, Payload, Ranks
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
@@ -22,10 +27,65 @@ from grace.core.wire.layout import GatherLayout, Received
 class Allgather(Communicator):
     r"""Gathering: one collective brings every rank's payload to every rank; payloads may differ in length.
 
-    Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
+    Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n), \quad \text{or with senders}\quad
+    g_i = \frac{1}{|S_i|} \sum_{r \in S_i} \min(1, \mathrm{median}_q |x_q| / |x_r|) \, x_{r,i}
+
+    With `reduce="senders"`, a coordinate is the mean over the ranks S that have sent it, and not over all ranks: it
+    does not shrink because others have chosen other coordinates. This is for sparsifiers. With `clip="median_norm"`,
+    the payload x of a rank is first limited to the median of all norms, the lower one of an even number of ranks. Norms
+    are those of what is compressed as one; see `granularity`.
+
+    Reference for senders: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", 2025, and its code.
     """
 
+    reduce: Literal["mean", "senders"] = "mean"
+    clip: Literal["median_norm"] | None = None
+
     any_length: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.reduces:
+            raise ConfigError(
+                f"communicator allgather: clip = '{self.clip}' limits what senders contribute and needs "
+                "reduce = 'senders'; set it, or leave clip out."
+            )
+
+    @property
+    def reduces(self) -> bool:
+        return self.reduce == "senders"
+
+    def obstacle(self, compressor: Compressor) -> str | None:
+        sparse = isinstance(compressor, Selecting) and compressor.selects
+        return None if sparse or not self.reduces else "all ranks send all coordinates, so that senders are all ranks"
+
+    def memory_obstacle(self, memory: Memory) -> str | None:
+        if self.reduces and memory.across_ranks == "joint":
+            return "follows the mean over all ranks, not over senders"
+        return super().memory_obstacle(memory)
+
+    def reduced(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
+        if not self.reduces:
+            return super().reduced(compressor, payloads, at)
+        assert isinstance(compressor, Selecting)
+        ops, n, dtype, at = at.ops, at.spec.numel, at.spec.work_dtype, at._replace(out=None)
+        total, unsent = ops.zeros(n, dtype), ops.zeros(n, dtype)
+        for payload, limit in zip(payloads, self._limits(compressor, payloads, at), strict=True):
+            x = compressor.decompress(payload, at)
+            total = ops.add_(total, x if limit is None else x * limit)
+            unsent = ops.add_(unsent, compressor.erase_(ops.full(n, 1, dtype), payload, at))
+        senders = ops.cast(len(payloads), dtype) - unsent
+        return total / ops.where(senders > 0, senders, ops.cast(1, dtype))
+
+    def _limits(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Sequence[Array | None]:
+        """Return the factor of each rank, a 0-d array, which limits its norm to the median; None: no limit."""
+        if self.clip is None:
+            return [None for _ in payloads]
+        ops = at.ops
+        norms = ops.stack([wide_norm(ops, compressor.decompress(payload, at)) for payload in payloads], axis=0)
+        median = ops.sort(norms)[(len(payloads) - 1) // 2]
+        above = norms > median
+        factors = ops.cast(ops.where(above, median / ops.where(above, norms, 1.0), 1.0), at.spec.work_dtype)
+        return [factors[i] for i in range(len(payloads))]
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         layout = layout_of(units, checksum)

@@ -21,6 +21,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "post_local_sgd": {"every": 4, "optimizer": "average", "warmup": 100},
     "diloco": {"every": 500, **_DILOCO},
     "streaming_diloco": {"every": 100, **_DILOCO, "fragments": 4, "delay": 5, "alpha": 0.5},
+    "sparseloco": {"every": 30, "optimizer": "sgd", "lr": 1.0},
     "muloco": {"every": 30, **_DILOCO, "lr": 0.8},
 }
 # What other libraries call an option, with ours.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
-from grace.core.spec import Ranks
+from grace.core.methods.site import Site
+from grace.core.spec import Array, Payload, Ranks
 
 if TYPE_CHECKING:
     from grace.core.ops.composites import ArrayOps
@@ -59,6 +60,15 @@ class Communicator:
     any_length: ClassVar[bool] = False
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     external_name: ClassVar[str] = ""
+
+    @property
+    def reduces(self) -> bool:
+        """True if `reduced` returns the final result, which is another one than the mean over all ranks."""
+        return False
+
+    def reduced(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
+        """Return the sum of the decoded payloads, which a step divides by the number of ranks unless it `reduces`."""
+        return compressor.merge(payloads, at)
 
     def obstacle(self, compressor: Compressor) -> str | None:
         """Return the reason why it cannot carry the compressor's payloads; None if it can (default: it can)."""

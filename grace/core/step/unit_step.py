@@ -268,7 +268,7 @@ class UnitStep:
             return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         payloads = self._whole(payloads)
-        size = site.size if unit.compressor.averages else 1
+        size = site.size if unit.compressor.averages and not unit.communicator.reduces else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
         factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
@@ -295,7 +295,7 @@ class UnitStep:
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
         unit, memory, ops = self.unit, self.memory, self.site.ops
-        if unit.fused.merge_finish is not None:
+        if unit.fused.merge_finish is not None and not unit.communicator.reduces:
             payloads, factor = _scale(unit, payloads, factor, there)
             made = (
                 unit.fused.merge_finish(unit.compressor, unit.memory, payloads, memory, there) if factor == 1 else None
@@ -405,11 +405,11 @@ class UnitStep:
 def _merge_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
     """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
     payloads, factor = _scale(unit, payloads, factor, at)
-    if factor != 1 and unit.fused.merge_scaled is not None:
+    if factor != 1 and unit.fused.merge_scaled is not None and not unit.communicator.reduces:
         merged = unit.fused.merge_scaled(unit.compressor, payloads, factor, at)
         if merged is not None:
             return merged, 1.0
-    return unit.compressor.merge(payloads, at), factor
+    return unit.communicator.reduced(unit.compressor, payloads, at), factor
 
 
 def _scale(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Sequence[Payload], float]:
