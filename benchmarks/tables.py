@@ -6,14 +6,14 @@ import platform
 import sys
 import time
 
-from grace.machine import processor
+from grace.machine import commit, processor
 
 # The modules whose versions a table names, if its benchmark has imported them.
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "sklearn": "scikit-learn"}
 
 
 def write(path, what, columns, rows, **more):
-    """Write rows, what they measure, and the machine, date, versions and command that gave them.
+    """Write rows, what they measure, and the commit, machine, date, versions and command that gave them.
 
     `columns` maps the keys of rows to titles and formats; `more` has further entries of the file.
     """
@@ -23,6 +23,7 @@ def write(path, what, columns, rows, **more):
         "machine": f"{processor()}, CPU only",
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"Python": platform.python_version(), **versions},
+        "commits": [commit()],
         "commands": [f"python benchmarks/{os.path.basename(sys.argv[0])} {path}"],
         **more,
         "columns": columns,
@@ -32,12 +33,16 @@ def write(path, what, columns, rows, **more):
 
 
 def renew(path, rows, order):
-    """Replace the rows of some methods in a file, which keeps the rest; `order` sorts the rows."""
+    """Replace the rows of some methods in a file, which keeps the rest; `order` sorts the rows.
+
+    Its `commits` are those that any of its rows come from.
+    """
     with open(path, encoding="utf-8") as file:
         data = json.load(file)
     methods = {row["method"] for row in rows}
     kept = [row for row in data["rows"] if row["method"] not in methods]
     data["rows"] = sorted(kept + rows, key=order)
+    data["commits"] = list(dict.fromkeys([*data["commits"], commit()]))
     save(path, data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -42,3 +43,19 @@ def processor() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout that grace is imported from, "-dirty" if it was changed; None if there is none.
+
+    An installed grace may lie within a checkout of something else, which does not track it.
+    """
+    folder = Path(__file__).parent
+    try:
+        tracked, found = (
+            subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["ls-files", Path(__file__).name], ["describe", "--always", "--dirty", "--abbrev=12"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found if tracked else None

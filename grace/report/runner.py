@@ -26,7 +26,7 @@ from typing import Any
 from grace import __version__
 from grace.bench.frameworks import set_threads
 from grace.bench.variants import import_own
-from grace.machine import SAFE_PATH, installed, processor, python
+from grace.machine import SAFE_PATH, commit, installed, processor, python
 from grace.report.cell import Cell, train, write
 from grace.report.methods import Method
 from grace.report.study import expected_seconds
@@ -40,7 +40,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": shlex.join(["grace", *sys.argv[1:]]),
         "version": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": processor(),
         "system": platform.platform(),
         "versions": {
@@ -48,22 +48,6 @@ def provenance() -> dict[str, Any]:
             **{name: version for name in PACKAGES if (version := installed(name))},
         },
     }
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout that grace is imported from, "-dirty" if it was changed; None if there is none.
-
-    An installed grace may lie within a checkout of something else, which does not track it.
-    """
-    folder = Path(__file__).parent
-    try:
-        tracked, found = (
-            subprocess.run(["git", "-C", folder, *command], capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["ls-files", Path(__file__).name], ["describe", "--always", "--dirty", "--abbrev=12"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found if tracked else None
 
 
 class TimeLeft:

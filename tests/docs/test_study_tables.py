@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import sys
 
 import pytest
@@ -112,3 +114,18 @@ def test_the_bytes_of_thresholds_are_those_of_topk_times_something(study_tables,
     assert rows["method"] == ["`mf`: bytes", "`mf`: quality"]
     assert rows["`topk`"] == ["1.00", "100.0 (90.0 to 110.0)"]
     assert rows[f"`{EQUAL}`"][0] == "1.50"
+
+
+@pytest.mark.parametrize("page", ["accuracy", "adam", "hard_threshold", "mls_bench"])
+def test_the_figures_of_a_page_on_accuracy_come_from_runs_that_can_be_repeated(page):
+    files = set(re.findall(r"results/(\w+\.json)", (ROOT / f"docs/{page}.md").read_text("utf-8")))
+    assert files
+    for name in files:
+        data = json.loads((ROOT / "docs/results" / name).read_text("utf-8"))
+        if "origins" in data:
+            assert all(run["origin"] in data["origins"] and isinstance(run["seed"], int) for run in data["cells"])
+            for origin in data["origins"].values():
+                assert all(origin[key] for key in ("command", "commit", "machine"))
+        else:
+            assert all(data[key] for key in ("commands", "commits", "machine"))
+            assert "seed" in data["what"]
