@@ -56,17 +56,10 @@ class Chain(QuantizedSparsifier):
     quantizer: Compressor = "qsgd"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for kind, why_not in (("sparsifier", _no_sparsifier), ("quantizer", _no_quantizer)):
-            inner = compressors.make(getattr(self, kind))
-            object.__setattr__(self, kind, inner)
-            if reason := why_not(inner):
-                raise ConfigError(
-                    f"chain: '{compressors.name_of(inner)}' cannot be its {kind}: {reason}; received {inner}. "
-                    f"Valid {kind}s: {', '.join(_valid(why_not))}."
-                )
+        make_parts(self, sparsifier=cannot_sparsify, quantizer=_no_quantizer)
         if not fixed_size(self.sparsifier) and not self.quantizer.of_any_length:
             names = [compressors.name_of(inner) for inner in (self.sparsifier, self.quantizer)]
-            fit = [name for name in _valid(_no_quantizer) if compressors.example(name).of_any_length]
+            fit = [name for name in _valid_names(_no_quantizer) if compressors.example(name).of_any_length]
             raise ConfigError(
                 f"chain: the number of values that '{names[0]}' keeps depends on the data, and '{names[1]}' must know "
                 f"it before; received {self.quantizer}. Quantizers that need not: {', '.join(fit)}."
@@ -82,12 +75,28 @@ class Chain(QuantizedSparsifier):
         return self.sparsifier, self.quantizer
 
 
-def _no_sparsifier(inner: Compressor) -> str | None:
+def make_parts(whole: Compressor, **reasons: Callable[[Compressor], str | None]) -> None:
+    """Replace the named parts of a method, which may be names or tables, by compressors.
+
+    Raises ConfigError if the function of a part gives a reason why it does not fit.
+    """
+    for kind, why_not in reasons.items():
+        inner = compressors.make(getattr(whole, kind))
+        object.__setattr__(whole, kind, inner)
+        if reason := why_not(inner):
+            raise ConfigError(
+                f"{compressors.name_of(whole)}: '{compressors.name_of(inner)}' cannot be its {kind}: {reason}; "
+                f"received {inner}. Valid {kind}s: {', '.join(_valid_names(why_not))}."
+            )
+
+
+def cannot_sparsify(inner: Compressor) -> str | None:
+    """Return the reason why this is no sparsifier whose values can be sent in another way; None if it is one."""
     if not sparsifies(inner):
         return "it does not send exact values at indices"
     if isinstance(inner, Tuning):
         return "it tunes a value across all tensors"
-    return _proposes(inner)
+    return exchanges_before(inner)
 
 
 def _no_quantizer(inner: Compressor) -> str | None:
@@ -97,17 +106,18 @@ def _no_quantizer(inner: Compressor) -> str | None:
         return "it votes, and the kept indices differ between ranks"
     if isinstance(inner, Stateful):
         return "it keeps a state per element, and the kept elements change in every step"
-    return _proposes(inner)
+    return exchanges_before(inner)
 
 
-def _proposes(inner: Compressor) -> str | None:
+def exchanges_before(inner: Compressor) -> str | None:
+    """Return the reason why this method cannot compress a part of a tensor; None if it can."""
     values = TensorSpec("values", (64,))
     if unfit := inner.unfit(values):
         return unfit
     return "its ranks exchange a proposal before they compress" if proposed_fields(inner, values) else None
 
 
-def _valid(why_not: Callable[[Compressor], str | None]) -> list[str]:
+def _valid_names(why_not: Callable[[Compressor], str | None]) -> list[str]:
     """Return the names of the compressors that fit with default options; skip those that have required ones."""
     names = []
     for name in compressors:
