@@ -182,9 +182,10 @@ class MemoryContract:
             at = exchange(next(iter(self.served(memory))), ops, self.spec, [draw(self.spec, 1)]).sites[0]
             state, mean = memory.init(self.spec, ops), array(ops, draw(self.spec, 2), self.spec.work_dtype)
             merged, after = memory.finish(mean, state, at)
-            assert merged is mean
+            # In a graph, what goes through a function is another tensor.
+            assert same(host(ops, merged), host(ops, mean))
             assert list(after) == list(state)
-            assert all(after[key] is state[key] for key in state)
+            assert all(same(host(ops, after[key]), host(ops, state[key])) for key in state)
 
     def test_zero_gradients_leave_nothing_behind(self, memory: Memory, ops: ArrayOps) -> None:
         """A sparsifier sends nothing of a zero gradient. So the memory must stay at zero."""

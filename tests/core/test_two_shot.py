@@ -59,7 +59,8 @@ METHODS_OF_MEANS = {
 SPECS = [TensorSpec("long", (3, 2000)), TensorSpec("short", (131,)), TensorSpec("empty", (0, 4))]
 SPECS += [TensorSpec("half", (30, 60), "float16"), TensorSpec("double", (16, 90), "float64")]
 # What these hold is that of another gradient than the one given; test_joint_memories.py and the papers have them.
-FEEDBACK = {name: m for name, m in CHOSEN.items() if m.memory.feeds_back and name not in ("dgc", "variance", "signum")}
+OTHERS = ("dgc", "variance", "signum")
+FEEDBACK = {name: m for name, m in CHOSEN.items() if m.memory.feeds_back and name.partition("-")[0] not in OTHERS}
 
 CHOSEN |= METHODS_OF_MEANS
 
