@@ -23,7 +23,7 @@ from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Library, Settings
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
-from grace.torch.outer import OuterAdapter, refuse_scaler
+from grace.torch.outer import OuterAdapter
 from grace.torch.steps import check_optimizer, describe
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
@@ -111,7 +111,6 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 gradient_predivide_factor=gradient_predivide_factor != 1.0,
                 gradient_as_bucket_view=gradient_as_bucket_view,
             )
-            refuse_scaler(grad_scaler, _WHERE)
             wrapped, names = optimizer, names_of(optimizer, named_parameters)
         else:
             wrapped, names = library.wrap(optimizer, named_parameters, settings)
@@ -135,12 +134,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         "the optimizer was wrapped",
         "Wrap a new optimizer after you unfreeze parameters.",
     )
-    exchange = Exchange(session, library, parameters, scaler)
+    # Outer steps exchange no gradients, which the exchange would unscale.
+    exchange = Exchange(session, library, parameters, None if outer else scaler)
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
     if outer:
-        adapter = OuterAdapter(wrapped, plain, exchange, {p: names[p] for p in trained}, check_frozen)
+        adapter = OuterAdapter(wrapped, plain, exchange, {p: names[p] for p in trained}, check_frozen, scaler=scaler)
     else:
         if wrapped is not optimizer:
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.

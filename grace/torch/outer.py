@@ -15,6 +15,7 @@ from grace.core.session.start import Request, open_session
 from grace.core.state.merge import optimizer_state
 from grace.torch.adapter import OptimizerAdapter, PlainMethods, give_own_class
 from grace.torch.exchange import OPS, Exchange
+from grace.torch.loss_scale import enabled
 from grace.torch.steps import check_optimizer, describe
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 
@@ -28,20 +29,37 @@ class OuterAdapter(OptimizerAdapter):
     `names` has the parameters that train. `grace.core.session.outer` decides when they meet, and has the weights then.
     """
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, scaler: torch.amp.GradScaler | None) -> None:
         super().__init__(*given)
         give_own_class(self.optimizer)
+        self.scaler = scaler
         (self.outer,) = self.exchange.outers
         self.outer.begin(self._weights())
+
+    def attach(self) -> None:
+        """Put the methods in their places. A step that the GradScaler skips on this rank is an inner step, too."""
+        super().attach()
+        if self.scaler is None:
+            return
+        step = self.scaler.step
+
+        def counted(optimizer: Any, *given: Any, **options: Any) -> Any:
+            taken = self.outer.state.steps
+            result = step(optimizer, *given, **options)
+            # A wrapper such as Lightning's forwards the attribute.
+            if getattr(optimizer, "grace", None) is self.exchange and self.outer.state.steps == taken:
+                self._begin()
+                self._end()
+            return result
+
+        self.scaler.step = counted
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: own_part(p) for p, name in self.names.items()}
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of this rank, and exchange what the weights have moved if it is time."""
-        self.rollback.check()
-        self.outer.before(self._weights())
-        self.exchange.start_comparing()
+        self._begin()
 
         def evaluate() -> Any:
             loss = closure()
@@ -51,9 +69,17 @@ class OuterAdapter(OptimizerAdapter):
         if closure is None:
             self.check_frozen()
         loss = self.plain.step() if closure is None else self.plain.step(evaluate)
+        self._end()
+        return loss
+
+    def _begin(self) -> None:
+        self.rollback.check()
+        self.outer.before(self._weights())
+        self.exchange.start_comparing()
+
+    def _end(self) -> None:
         with self.rollback.attempt(), torch.no_grad():
             self._meet()
-        return loss
 
     def _meet(self) -> None:
         if self.outer.meets_next:
@@ -91,15 +117,6 @@ def own_part(p: torch.Tensor) -> torch.Tensor:
     return p.detach().to_local() if is_sharded(p) else p.detach()
 
 
-def refuse_scaler(grad_scaler: Any, where: str) -> None:
-    """Raise ConfigError for a GradScaler."""
-    if grad_scaler is not None:
-        raise ConfigError(
-            f"{where}: local_steps and outer cannot be combined with grad_scaler, because ranks may skip different "
-            "steps; train in float32 or bfloat16."
-        )
-
-
 def register_outer(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -114,7 +131,7 @@ def register_outer(
         request, library.transport, world=library.world, group=f"grace/{library.group}", kind="outer"
     ) as session:
         check_optimizer(optimizer, where)
-        refuse_scaler(grad_scaler, where)
+        scaler = enabled(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), where)
         if session.config.outer is None:
             raise ConfigError(
                 f"{where}: with an optimizer, the ranks step on their own and need outer, for example outer='diloco'; "
@@ -124,7 +141,7 @@ def register_outer(
         names = names_of(optimizer, module.named_parameters())
         _refuse_shards(names, dist.get_process_group_ranks(process_group or dist.group.WORLD), where)
         trained = {p: name for p, name in names.items() if p.requires_grad}
-        session.local = {"outer number": session.number}
+        session.local = {"outer number": session.number, "grad_scaler": scaler is not None}
         specs = [spec_of(name, own_part(p)) for p, name in trained.items()]
         run = session.begin(specs, OPS, average=True, outer=True)
     exchange = Exchange(session, library, {name: p for p, name in names.items()}, None)
@@ -135,7 +152,7 @@ def register_outer(
         "the model was registered",
         "Register the model again, with a new optimizer, after you unfreeze parameters.",
     )
-    OuterAdapter(optimizer, PlainMethods.of(optimizer), exchange, trained, check_frozen).attach()
+    OuterAdapter(optimizer, PlainMethods.of(optimizer), exchange, trained, check_frozen, scaler=scaler).attach()
     exchange.announce(run.stages)
     return exchange
 

@@ -148,6 +148,15 @@ def test_what_no_graph_can_do_is_refused(launch):
 
 
 @on(TORCHRUN)
+def test_a_step_that_a_loss_scaler_skips_on_one_rank_is_an_inner_step(launch):
+    ranks = scenario("outer_with_a_scaler", launch)
+    for label in ranks[0]:
+        assert len({rank[label]["weights"] for rank in ranks}) == 1
+        assert [rank[label]["scale"] for rank in ranks] == [64.0, 32.0]
+        assert all(rank[label]["steps"] == 6 and rank[label]["off"] < 1e-6 for rank in ranks), ranks
+
+
+@on(TORCHRUN)
 def test_a_change_on_its_way_can_be_dropped(launch):
     assert all(rank == {"equal": True, "steps": 12} for rank in scenario("outer_discarded", launch))
 

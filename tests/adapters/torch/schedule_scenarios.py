@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ import grace.torch
 from grace.core.errors import GraceError
 from grace.torch import CompressionScheduler
 from tests.adapters.torch.launched import mean, my_rank, total, world_size
-from tests.adapters.torch.model import digest, make_net, outcome, sgd, train, wrap
+from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, train, wrap
 from tests.support.cases import CORRECTED_BY, EVERYTHING
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
@@ -284,6 +285,49 @@ def outer_mean_of_pytorch() -> dict[str, Any]:
         pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
         apart.append(max(float((a - b).abs().max()) for a, b in pairs))
     return {"apart": apart, "weights": weights(ours)}
+
+
+def outer_with_a_scaler() -> dict[str, Any]:
+    """Let the gradients of the last rank overflow in one inner step, which it skips; compare with steps by hand."""
+    last, rate = world_size() - 1, 0.05
+    nets = [make_net() for _ in range(world_size())]
+    for meeting in range(2):
+        for rank, net in enumerate(nets):
+            for step, (x, y) in enumerate(batches(6, rank)):
+                if step // 3 == meeting and not (step == 1 and rank == last):
+                    gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+                    with torch.no_grad():
+                        for p, gradient in zip(net.parameters(), gradients, strict=True):
+                            p -= rate * gradient
+        with torch.no_grad():
+            for row in zip(*(net.parameters() for net in nets), strict=True):
+                average = sum(row) / len(row)
+                for p in row:
+                    p.copy_(average)
+    results: dict[str, Any] = {}
+    for label in ("wrapped", "registered"):
+        net, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = sgd(net, lr=rate, momentum=0.0)
+        options = {"config": {"compressor": "none", "check_replicas": 1}, "outer": {"every": 3}, "grad_scaler": scaler}
+        if label == "wrapped":
+            optimizer = grace.torch.DistributedOptimizer(optimizer, net.named_parameters(), **options)
+        else:
+            grace.torch.register(net, optimizer=optimizer, **options)
+        for step, (x, y) in enumerate(batches(6, my_rank())):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(net(x), y)).backward()
+            if step == 1 and my_rank() == last:
+                net.head.bias.grad[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        pairs = zip(net.parameters(), nets[0].parameters(), strict=True)
+        results[label] = {
+            "off": max(float((a - b).detach().abs().max()) for a, b in pairs),
+            "weights": weights(net),
+            "scale": scaler.get_scale(),
+            "steps": optimizer.grace.stats()["outer"]["steps"],
+        }
+    return results
 
 
 def _layers() -> torch.nn.Module:

@@ -446,7 +446,6 @@ def mixed_precision() -> dict[str, Any]:
         for form in ("usual", "clipped"):
             results[f"not told, {method}, {form}"] = _not_told(form, config)
     for label, arguments in {
-        "local steps": {"grad_scaler": torch.amp.GradScaler("cpu"), "local_steps": 2},
         "no scaler": {"grad_scaler": 65536.0},
     }.items():
         try:
