@@ -20,6 +20,7 @@ _PREFIX = "rest/"
     "induced",
     About(
         family="hybrid",
+        adam=True,
         tests=[
             {
                 "sparsifier": {"name": "topk", "compress_ratio": 0.3},
