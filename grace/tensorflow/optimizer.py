@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from grace.core.config.config import Config, make_config, refuse_typos
 from grace.core.config.recommended import Optimizer, warn_of_pairs
-from grace.core.errors import ConfigError, StepError
+from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
@@ -420,6 +420,12 @@ class Distributed:
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
         """Make the optimizer from the result of `get_config`."""
         # This must not contact other ranks, because a single process may load a model.
+        if config.get("local_steps", 1) > 1:
+            raise StateError(
+                "saved optimizer: expected the key 'outer' in its configuration, received local_steps = "
+                f"{config['local_steps']} of an earlier version of grace; load the model with compile=False, and wrap "
+                "a new optimizer."
+            )
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
         exchange = OptimizerExchange(**config["grace"])
         exchange.names = tuple(config["names"])

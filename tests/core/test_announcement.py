@@ -24,7 +24,8 @@ def stages(config, ranks=3, specs=SPECS):
 
 def said(config, step=None, **options):
     with stderr_without_logging() as written:
-        announce(stages(config, **options), options.get("ranks", 3), "exchange.report()", step)
+        outer = make_config(config).outer
+        announce(stages(config, **options), options.get("ranks", 3), "exchange.report()", step, outer)
     return written.getvalue()
 
 
@@ -73,6 +74,13 @@ def test_every_method_is_told_in_one_line_with_the_bytes_of_its_plan(name):
             None,
             "grace: qsgd and topk compress 2 of 3 tensors, ",
         ),
+        (
+            {**QSGD, "outer": "diloco"},
+            4,
+            "grace: from meeting 4, qsgd compresses 2 of 3 tensors, and each of 3 ranks sends 62.5 KB per meeting "
+            "instead of 245.6 KB (25.4 %). Outer steps: every 500 steps; SGD(",
+        ),
+        ({**QSGD, "outer": "streaming_diloco"}, None, " sends 62.5 KB per period instead of 245.6 KB (25.4 %). "),
         (
             {"compressor": "threshold", "threshold": 1.0},
             None,

@@ -23,7 +23,7 @@ SHARES = [
 FOUND = [("gradient", 2143), ("gradient", 20865), ("states of ranks", 423)]
 # The number of a configuration depends on the names of all options.
 FOUND_CONFIGS = [
-    {"compressor": "threshold", "beta": 1e300, "gradient_clipping": 10**400},
+    {"compressor": "threshold", "threshold": 0.01, "beta": 1e300, "gradient_clipping": 10**400},
     {"compressor": "sketchml", "gradient_clipping": None, "lr_correction": [], "compress_ratio": 10**400},
     {"compressor": "qsgd", "quantizer": False, "norm": np.array([]), "match": "topk"},
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
+from grace.core.config.outer import OuterSteps
 from grace.core.config.registry import compressors
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
@@ -18,10 +19,17 @@ def warn(texts: Iterable[str], warned: set[str]) -> None:
             logger().warning("%s", text)
 
 
-def announce(stages: Sequence[tuple[int, Plan]], ranks: int, report: str, step: int | None = None) -> None:
+def announce(
+    stages: Sequence[tuple[int, Plan]],
+    ranks: int,
+    report: str,
+    step: int | None = None,
+    outer: OuterSteps | None = None,
+) -> None:
     """Say in one line what a rank sends from now on; `report` is the call that lists it.
 
     `stages` are the plans of a schedule, each with its first step, and `step` is the next step of a run that goes on.
+    With outer steps, both count meetings, and the line says when the ranks meet.
     The line goes to the logger `grace` with the level INFO. If nothing has set up logging, it goes to stderr, as
     warnings do. The report is logged with the level DEBUG.
     """
@@ -29,9 +37,12 @@ def announce(stages: Sequence[tuple[int, Plan]], ranks: int, report: str, step: 
 
     number = max(i for i, (first, _) in enumerate(stages) if first <= (step or 0))
     plan = stages[number][1]
-    began = "" if step is None else f"from step {step}, "
-    ends = f"until step {stages[number + 1][0]}, " if number + 1 < len(stages) else ""
-    text = f"grace: {began}{ends}{summary(plan, ranks)} {report} lists them."
+    counted = "step" if outer is None else "meeting"
+    began = "" if step is None else f"from {counted} {step}, "
+    ends = f"until {counted} {stages[number + 1][0]}, " if number + 1 < len(stages) else ""
+    meetings = "" if outer is None else f" Outer steps: {outer}."
+    period = counted if outer is None or outer.count == 1 else "period"
+    text = f"grace: {began}{ends}{summary(plan, ranks, period)}{meetings} {report} lists them."
     log = logger()
     if log.hasHandlers():
         log.info("%s", text)
@@ -44,8 +55,8 @@ def announce(stages: Sequence[tuple[int, Plan]], ranks: int, report: str, step: 
             logging.lastResort.handle(record)
 
 
-def summary(plan: Plan, ranks: int) -> str:
-    """Return in a sentence which methods compress how many tensors, and what a rank sends in a step."""
+def summary(plan: Plan, ranks: int, period: str = "step") -> str:
+    """Return in a sentence which methods compress how many tensors, and what a rank sends per step, or other period."""
     numbers: collections.Counter[str] = collections.Counter()
     for item in plan.assignments:
         numbers[compressors.name_of(item.compressor)] += item.spec.numel
@@ -55,13 +66,14 @@ def summary(plan: Plan, ranks: int) -> str:
     every = f"{len(plan.assignments):,} tensors"
     sent, dense = plan.wire_bytes, plan.dense_bytes
     if not count:
-        return f"none of {every} is compressed, and {who} {in_units(sent)} per step."
+        return f"none of {every} is compressed, and {who} {in_units(sent)} per {period}."
     *others, last = elements
     names = f"{', '.join(others)} and {last} compress" if others else f"{last} compresses"
     more = "" if plan.fixed else " and what the gradients select"
     share = f" ({100 * sent / dense:.3g} %)" if plan.fixed and dense else ""
     return (
-        f"{names} {count:,} of {every}, and {who} {in_units(sent)}{more} per step instead of {in_units(dense)}{share}."
+        f"{names} {count:,} of {every}, and {who} {in_units(sent)}{more} per {period} instead of "
+        f"{in_units(dense)}{share}."
     )
 
 

@@ -145,7 +145,7 @@ class Exchange(ABC):
         """Tell the user on rank 0 what is sent from now on; see `grace.core.observe.announcement`."""
         if self._speaks:
             warn((text for _, plan in stages for text in plan.warnings), self.warned)
-            announce(stages, self.size, f"{self.called}.report()", step)
+            announce(stages, self.size, f"{self.called}.report()", step, self.config.outer)
 
     # --- what users call --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from grace.tensorflow import BroadcastGlobalVariablesCallback
 from tests.adapters.tensorflow.loss_scaling_scenarios import mixed_float16, scaled, states
 from tests.adapters.tensorflow.model import digest, sgd, wrap
-from tests.adapters.tensorflow.usage_model import POWERSGD, TOPK, applying, by_hand, fit, net, samples
+from tests.adapters.tensorflow.usage_model import POWERSGD, TOPK, applying, by_hand, error_of, fit, net, samples
 from tests.support.launch import ROOT
 
 METHODS = {
@@ -147,6 +147,8 @@ def round_trip() -> dict[str, Any]:
     }
     passes = wrap(TOPK, backward_passes_per_step=2)
     passes = type(passes).from_config(passes.get_config())
+    earlier = {**optimizer.get_config(), "local_steps": 4}
+    results["earlier"] = error_of(lambda: type(optimizer).from_config(earlier))
     return {**results, "passes": [passes.gradient_accumulation_steps, passes.get_config()["summed_passes"]]}
 
 

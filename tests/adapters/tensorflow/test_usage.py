@@ -170,6 +170,7 @@ def test_configurations_survive_a_round_trip(launch):
     for label in ("from_config", "serialize", "again"):
         assert ranks[0][label] == [True, 3.0, True], label
     assert ranks[0]["passes"] == [2, 2]
+    assert ranks[0]["earlier"].startswith("StateError: saved optimizer: expected the key 'outer' in its configuration")
 
 
 @pytest.mark.slow
