@@ -465,7 +465,9 @@ def power_product(ops, g):
         # Denormals have few bits.
         least = 1e6 * float(np.finfo(g.dtype).tiny)
         yield Loose(product, loss * columns * float(host(ops, ops.max_abs(x))) + least)
-        yield ops.cast(whole, "uint8")
+        # The squares of denormal float64 underflow, so lengths are zero. PyTorch does not square a single element.
+        if (g.kind, g.dtype) != ("denormal", "float64"):
+            yield ops.cast(whole, "uint8")
 
 
 @case

@@ -387,8 +387,8 @@ def _loses(method: Method) -> str | None:
     # A joint memory sends differences from what was sent before, so what is missing is in the next one.
     keeps = method.memory.feeds_back or method.memory.across_ranks == "joint"
     # Whoever had to name the memory has decided.
-    named = "memory" in compressors.needed(compressors.name_of(method.compressor))
-    if keeps or named or not memories.make(method.compressor.default_memory).feeds_back:
+    asked = {compressors.get(name) for name in compressors if "memory" in compressors.needed(name)}
+    if keeps or type(method.compressor) in asked or not memories.make(method.compressor.default_memory).feeds_back:
         return None
     return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
 

@@ -60,7 +60,7 @@ def test_variables_move_as_states_do(options, steps, move, monkeypatch):
 def test_a_moved_optimizer_is_saved_whole(monkeypatch, tmp_path):
     def optimizer(size):
         monkeypatch.setattr(Exchange, "_rank_of_ranks", lambda self: (1, Ranks(size)))
-        made = _distribute(keras.optimizers.SGD(momentum=0.5, name="sgd"), OptimizerExchange(SHOTS), 1, 1)
+        made = _distribute(keras.optimizers.SGD(momentum=0.5, name="sgd"), OptimizerExchange(SHOTS), 1)
         made.build(model.trainable_variables)
         return made
 

@@ -21,7 +21,7 @@ def model(dtype="float32", value=0.0):
     layer = keras.layers.Dense(4, name="a", dtype=dtype)
     net = keras.Sequential([keras.Input((8,)), layer], name="net")
     plain = keras.optimizers.SGD(momentum=0.5, name="sgd")
-    optimizer = _distribute(plain, OptimizerExchange({"compressor": "topk", "default_rules": False}), 1, 1)
+    optimizer = _distribute(plain, OptimizerExchange({"compressor": "topk", "default_rules": False}), 1)
     net.compile(optimizer, "mse")
     optimizer.build(net.trainable_variables)
     for variable in optimizer.variables:
