@@ -23,6 +23,7 @@ def main() -> None:
     import keras
     import tensorflow as tf
 
+    del sys.modules["sklearn"]
     from tests.adapters.tensorflow.model import PROCESS_SETS
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
