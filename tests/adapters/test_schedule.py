@@ -58,8 +58,10 @@ def test_however_it_is_scheduled_the_run_is_the_same(launch):
     sent = ranks[0]["sent"]
     assert len(sent) == 10
     # Stages of fixed size send the same bytes in every step. The uncompressed stage sends most, and every change shows.
-    assert sent[0] == sent[1] < sent[8] == sent[9] < sent[6] == sent[7]
-    assert sent[4] == sent[5] not in (sent[0], sent[6], sent[8])
+    assert sent[0] == sent[1] < min(sent[8:]) <= max(sent[8:]) < sent[6] == sent[7]
+    # On four ranks, "auto" adds 30 % of the elements by sparse_allreduce, whose bytes depend on them.
+    assert sent[8] == sent[9] or launch.ranks == 4
+    assert sent[4] == sent[5] not in (sent[0], sent[6], *sent[8:])
     assert ranks[0].get("traces", 1) == 1, "all stages are in one graph"
 
 
