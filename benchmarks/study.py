@@ -22,6 +22,7 @@ import tables
 import grace
 from grace.bench.command import INTERRUPTED
 from grace.core.config.registry import compressors
+from grace.core.transport.collectives import KINDS
 from grace.report.cell import Cell, read, write
 from grace.report.methods import chosen, methods
 from grace.report.task import MODULES, find_task
@@ -38,6 +39,8 @@ FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
 VOLUME = tuple(f"hardthreshold{more}" for more in ("", ":tune_steps=20", ":controlled=true"))
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
+# What results have per kind of collective; the file leaves out zeros.
+SPARSE = ("collectives", "sends")
 # Significant digits of results: what a table shows has fewer.
 DIGITS = 5
 
@@ -98,7 +101,8 @@ def results(data):
         except grace.errors.GraceError:
             # grace no longer has an option.
             config = data["configs"][cell["method"]]
-        setting = {"config": json.loads(json.dumps(config)), **line.pop("setting")}
+        setting = {"config": json.loads(json.dumps(config)), **data["settings"][line.pop("setting")]}
+        line |= {key: {**dict.fromkeys(KINDS, 0.0), **line[key]} for key in SPARSE}
         found.append({"cell": cell, "setting": setting, **line, **data["origins"][line["origin"]]})
         del found[-1]["origin"]
     return found
@@ -106,24 +110,32 @@ def results(data):
 
 def packed(found):
     """Return what the file holds of results. What many of them share stands in it once."""
-    origins, configs, cells = {}, {}, []
+    origins, configs, settings, cells = {}, {}, {}, []
     for result in sorted(found, key=_place):
         origin = {key: result[key] for key in ORIGIN}
         origin["command"] = _without_folder(origin["command"])
-        name = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:6]
-        origins[name] = origin
+        name = _named(origin, origins)
         config = {key: value for key, value in result["setting"]["config"].items() if key != "seed"}
         configs[result["cell"]["method"]] = config
         setting = {key: value for key, value in result["setting"].items() if key != "config"}
         rest = {key: _rounded(value) for key, value in result.items() if key not in ("cell", "setting", *ORIGIN)}
-        cells.append({**result["cell"], "origin": name, "setting": setting, **rest})
+        rest |= {key: {kind: value for kind, value in rest[key].items() if value} for key in SPARSE}
+        cells.append({**result["cell"], "origin": name, "setting": _named(setting, settings), **rest})
     return {
         "what": "Runs of grace report, by task, method, number of ranks and seed",
         "commands": ["python benchmarks/study.py docs/results/study.json"],
         "origins": origins,
         "configs": configs,
+        "settings": settings,
         "cells": cells,
     }
+
+
+def _named(value, table):
+    """Put a value into a table, by a name that depends on it, and return the name."""
+    name = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:6]
+    table[name] = value
+    return name
 
 
 def _place(result):
