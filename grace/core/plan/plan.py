@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from grace.core.config.config import Config, Method, dense_method
@@ -386,11 +386,15 @@ def _loses(method: Method) -> str | None:
     """Return what is lost without error feedback, if the compressor has it by default."""
     # A joint memory sends differences from what was sent before, so what is missing is in the next one.
     keeps = method.memory.feeds_back or method.memory.across_ranks == "joint"
-    # Whoever had to name the memory has decided.
-    asked = {compressors.get(name) for name in compressors if "memory" in compressors.needed(name)}
-    if keeps or type(method.compressor) in asked or not memories.make(method.compressor.default_memory).feeds_back:
+    if keeps or not memories.make(method.compressor.default_memory).feeds_back or _must_name(type(method.compressor)):
         return None
     return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
+
+
+@cache
+def _must_name(cls: type[Compressor]) -> bool:
+    """Return whether a configuration must name the memory of these compressors, so that whoever did has decided."""
+    return any(compressors.get(name) is cls and "memory" in compressors.needed(name) for name in compressors)
 
 
 def _lost_means(units: Sequence[Unit]) -> list[str]:
@@ -487,8 +491,8 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     if modules and "norm" in method.memory.needs:
         raise IncompatibleError(
             "the modules of a sharded model, and the fragments of outer steps, are exchanged one by one, and "
-            f"{method.memory} needs the norm of all "
-            'their gradients. Leave clipping_norm = "all" out.'
+            f"{method.memory} needs the norm of all their gradients. "
+            'Leave clipping_norm = "all" out.'
         )
     reasons = unfit or (rule.reason if rule else ""), why
     return Assignment(spec, method, "; ".join(filter(None, reasons)), config.index_coding, holding)
