@@ -127,9 +127,9 @@ def train(cell: Cell) -> dict[str, Any]:
 
     `bytes` are what a rank sends per step, on average, `collectives` the same by kind, and `dense_bytes` those of the
     gradients. `sends` says in how many collectives of each kind a rank sends something per step, on average: in most
-    broadcasts it only receives. Times are of one core: `compute_seconds` of a rank's gradients, with the optimizer step
-    of a process, and `exchange_seconds` of what one rank does in the exchange, both medians of the steps; `seconds` is
-    the time of the whole cell.
+    broadcasts it only receives. `compute_seconds` of a rank's gradients, with the optimizer step of a process, and
+    `exchange_seconds` of what one rank does in the exchange are processor times of one core, medians of the steps;
+    `seconds` is the time of the whole cell, as a clock tells it.
 
     `tried` has pairs of a learning rate and the loss of its run where ranks vote, and of a threshold and the bytes of
     its run for a method that sends the bytes of another. The latter has its `threshold` as well.
@@ -221,15 +221,16 @@ def _trained(training: Training, simulation: grace.Simulation, steps: int) -> di
     dense = 0
     points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
     for step in range(steps):
-        started = time.perf_counter()
+        # The processor's time leaves out that other programs run meanwhile, or that this one is paused.
+        started = time.process_time()
         gradients = [training.gradients(rank, step) for rank in range(ranks)]
-        ready = time.perf_counter()
+        ready = time.process_time()
         # All ranks receive the same bits, so one copy of the weights stands for all.
         merged = simulation.step(gradients, lr=training.rate(step))[0]
-        done = time.perf_counter()
+        done = time.process_time()
         training.apply(merged, step)
         exchange.append((done - ready) / ranks)
-        compute.append((ready - started) / ranks + time.perf_counter() - done)
+        compute.append((ready - started) / ranks + time.process_time() - done)
         # Bytes may depend on the data; over the run every rank counts.
         stats = simulation.stats(step % ranks)
         sent.append(stats["wire_bytes"])

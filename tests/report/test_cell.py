@@ -6,15 +6,18 @@ import dataclasses
 import json
 import math
 import sys
+import time
 import types
 
 import pytest
 
+import grace
 from grace.core.config.registry import compressors, memories
 from grace.report import cell as module
 from grace.report.cell import CLOSE, FACTORS, TRIES, Cell, read, train, write
 from grace.report.methods import BASELINES, DENSE, EQUAL, Method, chosen, methods
 from grace.report.task import MODULES, find_task, tasks
+from grace.report.tasks import factorization
 
 STEPS = 10
 
@@ -67,6 +70,22 @@ def test_equal_cells_have_equal_results_but_for_times():
     assert found["exchange_seconds"] > 0
     assert found["compute_seconds"] > 0
     assert without_times(found) != without_times(train(make("topk", seed=1)))
+
+
+def test_the_times_of_a_step_leave_out_what_the_process_waits(monkeypatch):
+    waits = 0.02
+    for owner, name in ((factorization.Ratings, "gradients"), (grace.Simulation, "step")):
+        inner = getattr(owner, name)
+
+        def late(*args, inner=inner, **more):
+            time.sleep(waits)
+            return inner(*args, **more)
+
+        monkeypatch.setattr(owner, name, late)
+    found = train(make(steps=5))
+    assert found["seconds"] > 5 * 3 * waits
+    assert 0 < found["compute_seconds"] < waits / 2
+    assert 0 < found["exchange_seconds"] < waits / 4
 
 
 def test_a_result_has_the_losses_of_the_run_and_its_bytes():
