@@ -1,11 +1,11 @@
-"""Train what docs/results/study.json lacks of the study, and write all results into it, a line for each run.
+"""Train what docs/results/study lacks of the study, and write all results into it: a file per task, a line per run.
 
-    python benchmarks/study.py docs/results/study.json
-    python benchmarks/study.py docs/results/study.json --pack
+    python benchmarks/study.py docs/results/study
+    python benchmarks/study.py docs/results/study --pack
 
-The runs are those of `grace report` that `PARTS` names. They take about three hours on one core. The folder of
-`grace report` is made from the file, so the study goes on where it was stopped, on another machine as well. Stop it at
-any time: it writes what it has. With --pack, it trains nothing, and adds to the file what is in the folder.
+The runs are those of `grace report` that `parts` returns. The folder of `grace report` is made from the files, so the
+study goes on where it was stopped, on another machine as well. Stop it at any time: it writes what it has. With --pack,
+it trains nothing, and adds to the files what is in the folder.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +40,7 @@ FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
 VOLUME = tuple(f"hardthreshold{more}" for more in ("", ":tune_steps=20", ":controlled=true"))
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
-# What results have per kind of collective; the file leaves out zeros.
+# What results have per kind of collective; the files leave out zeros.
 SPARSE = ("collectives", "sends")
 # Significant digits of results: what a table shows has fewer.
 DIGITS = 5
@@ -90,6 +91,11 @@ def is_current(found):
     }  # fmt: skip
 
 
+def load(path):
+    """Return the results of all files in a folder."""
+    return [found for file in sorted(path.glob("*.json")) for found in results(json.loads(file.read_text("utf-8")))]
+
+
 def results(data):
     """Return the results of a file as `grace report` keeps them: what a configuration lacks has its default."""
     found = []
@@ -109,7 +115,7 @@ def results(data):
 
 
 def packed(found):
-    """Return what the file holds of results. What many of them share stands in it once."""
+    """Return what a file holds of the results of a task. What many of them share stands in it once."""
     origins, configs, settings, cells = {}, {}, {}, []
     for result in sorted(found, key=_place):
         origin = {key: result[key] for key in ORIGIN}
@@ -123,7 +129,7 @@ def packed(found):
         cells.append({**result["cell"], "origin": name, "setting": _named(setting, settings), **rest})
     return {
         "what": "Runs of grace report, by task, method, number of ranks and seed",
-        "commands": ["python benchmarks/study.py docs/results/study.json"],
+        "commands": ["python benchmarks/study.py docs/results/study"],
         "origins": origins,
         "configs": configs,
         "settings": settings,
@@ -141,7 +147,7 @@ def _named(value, table):
 def _place(result):
     cell, labels = result["cell"], list(methods())
     place = labels.index(cell["method"]) if cell["method"] in labels else len(labels)
-    return list(MODULES).index(cell["task"]), place, cell["method"], cell["ranks"], cell["seed"]
+    return place, cell["method"], cell["ranks"], cell["seed"]
 
 
 def _without_folder(command):
@@ -162,9 +168,9 @@ def _rounded(value):
 
 
 def unpack(path, folder):
-    """Write the results of a file into the folder of `grace report`, except for those that it has."""
+    """Write the results of the files of a folder into that of `grace report`, except for those that it has."""
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    for found in results(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []:
+    for found in load(path):
         method = method_of(found["cell"]["method"])
         if method and is_current(found):
             cell = _cell(found["cell"], method)
@@ -174,8 +180,8 @@ def unpack(path, folder):
 
 
 def pack(folder, path):
-    """Write the results in the folder of `grace report` into a file: those without error, and of today's settings."""
-    found = []
+    """Write the results in the folder of `grace report` into files: those without error, and of today's settings."""
+    found = defaultdict(list)
     for file in (folder / "cells").glob("*.json"):
         try:
             key = json.loads(file.read_text(encoding="utf-8"))["cell"]
@@ -185,9 +191,12 @@ def pack(folder, path):
             continue
         if setting_of(*place):
             result = read(_cell(key, method_of(key["method"])), folder / "cells")
-            found += [result] if result and "error" not in result else []
-    tables.save(path, packed(found))
-    print(f"{path}: {len(found)} runs")
+            if result and "error" not in result:
+                found[key["task"]].append(result)
+    path.mkdir(parents=True, exist_ok=True)
+    for task, of_task in found.items():
+        tables.save(path / f"{task}.json", packed(of_task))
+        print(f"{path / task}.json: {len(of_task)} runs")
 
 
 def _cell(key, method):
@@ -195,7 +204,7 @@ def _cell(key, method):
 
 
 def main(path, folder, chosen_parts, jobs=None):
-    """Train what the file lacks of some parts of the study, and write all into it. Return the exit status."""
+    """Train what the files lack of some parts of the study, and write all into them. Return the exit status."""
     unpack(path, folder)
     words = ["--output", str(folder), *(["--jobs", str(jobs)] if jobs else [])]
     status = 0
@@ -210,7 +219,7 @@ def main(path, folder, chosen_parts, jobs=None):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, metavar="FILE")
+    parser.add_argument("path", type=Path, metavar="RESULTS")
     parser.add_argument("--folder", type=Path, default=Path("grace-report"), help="(default: grace-report)")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes that train (default: one per core)")
     parser.add_argument("--pack", action="store_true", help="train nothing")

@@ -1,4 +1,4 @@
-"""Tables of the study: the quality of methods relative to uncompressed training, from docs/results/study.json.
+"""Tables of the study: the quality of methods relative to uncompressed training, from docs/results/study.
 
 Only runs with today's settings count. A cell has the relative quality in percent, and in brackets the lowest and the
 highest of the seeds, each relative to the uncompressed run with the same seed. It is bold if the method is behind by
@@ -26,14 +26,14 @@ from grace.report.task import MODULES, find_task
 sys.path.append(str(ROOT / "benchmarks"))
 import study
 
-FILE = "study"
+FOLDER = "study"
 TITLES = {"python": "Python", "numpy": "NumPy", "torch": "PyTorch"}
 
 
 @cache
 def runs() -> list[dict[str, Any]]:
-    """Return the results of the file with today's settings."""
-    return [result for result in study.results(measurements.load(FILE)) if study.is_current(result)]
+    """Return the results of the files with today's settings."""
+    return [result for result in study.load(measurements.RESULTS / FOLDER) if study.is_current(result)]
 
 
 @cache
@@ -148,7 +148,7 @@ def overview(block: Block) -> list[str]:
     for name in labels(places, usual):
         cells = (percent(row_of(name, task), task) for task in tasks)
         lines.append(table_row(f"`{name}`", sent(name, places), *cells))
-    return [*lines, "", *origin(block)]
+    return [*lines, "", *origin(block, tasks)]
 
 
 @kind("study-ranks")
@@ -197,7 +197,7 @@ def twice(block: Block) -> list[str]:
             " / ".join(filter(None, (percent(row, task, band=False) for row in ways(name, task)))) for task in tasks
         ]
         lines.append(table_row(f"`{name}`", f"{error_of(name):.2g}", auto(name), *cells))
-    return [*lines, "", *origin(block)]
+    return [*lines, "", *origin(block, tasks)]
 
 
 def ways(name: str, task: str) -> tuple[Row | None, Row | None, Row | None]:
@@ -240,7 +240,7 @@ def volume(block: Block) -> list[str]:
         rows = [(task, row_of(name, task)) for task in tasks]
         cells = [text for task, row in rows for text in (share_of_topk(row, task), percent(row, task))]
         lines.append(table_row(f"`{name}`", *cells))
-    return [*lines, "", *origin(block)]
+    return [*lines, "", *origin(block, tasks)]
 
 
 def share_of_topk(row: Row | None, task: str) -> str:
@@ -253,9 +253,9 @@ def pairs() -> list[tuple[str, str]]:
     return [(method.switched, label) for label, method in methods().items() if method.switched]
 
 
-def origin(block: Block) -> list[str]:
-    """Return the lines that say where the results come from."""
-    shown = [result for result in runs() if result["cell"]["ranks"] == USUAL_RANKS]
+def origin(block: Block, tasks: Sequence[str]) -> list[str]:
+    """Return the lines that say where the results of tasks come from."""
+    shown = [result for result in runs() if result["cell"]["ranks"] == USUAL_RANKS and result["cell"]["task"] in tasks]
     machines = sorted({result["machine"] for result in shown})
     versions = sorted({f"{TITLES[k]} {v}" for result in shown for k, v in result["versions"].items() if k in TITLES})
     days = sorted({result["date"][:10] for result in shown})
@@ -263,5 +263,5 @@ def origin(block: Block) -> list[str]:
     return wrapped(
         f"{USUAL_RANKS} simulated ranks, seeds {', '.join(map(str, seeds))}. {'; '.join(machines)}, CPU only; "
         f"{', '.join(versions)}. {' to '.join(dict.fromkeys((days[0], days[-1])))}. Data, commits and commands: "
-        f"[{FILE}.json]({block.link(f'docs/results/{FILE}.json')})"
+        + ", ".join(f"[{task}.json]({block.link(f'docs/results/{FOLDER}/{task}.json')})" for task in tasks)
     )

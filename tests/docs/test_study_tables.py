@@ -118,7 +118,7 @@ def test_the_bytes_of_thresholds_are_those_of_topk_times_something(study_tables,
 
 @pytest.mark.parametrize("page", ["accuracy", "adam", "hard_threshold", "mls_bench"])
 def test_the_figures_of_a_page_on_accuracy_come_from_runs_that_can_be_repeated(page):
-    files = set(re.findall(r"results/(\w+\.json)", (ROOT / f"docs/{page}.md").read_text("utf-8")))
+    files = set(re.findall(r"results/([\w/]+\.json)", (ROOT / f"docs/{page}.md").read_text("utf-8")))
     assert files
     for name in files:
         data = json.loads((ROOT / "docs/results" / name).read_text("utf-8"))

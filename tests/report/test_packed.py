@@ -35,7 +35,8 @@ def trained():
 
 @pytest.fixture
 def file(study, trained, tmp_path):
-    path = tmp_path / "study.json"
+    path = tmp_path / "study" / "mf.json"
+    path.parent.mkdir()
     study.tables.save(path, study.packed(trained))
     return path
 
@@ -53,12 +54,12 @@ def test_a_file_has_all_of_a_result_but_late_digits_and_folders(study, trained, 
 
 
 def test_grace_report_takes_up_what_a_file_has(study, trained, file, tmp_path):
-    study.unpack(file, tmp_path / "folder")
+    study.unpack(file.parent, tmp_path / "folder")
     for found in trained:
         cell = Cell("mf", methods()[found["cell"]["method"]], 2, found["cell"]["seed"], 150)
         assert read(cell, tmp_path / "folder" / "cells")["loss"] == pytest.approx(found["loss"], rel=1e-4)
-    again = tmp_path / "again.json"
-    study.pack(tmp_path / "folder", again)
+    study.pack(tmp_path / "folder", tmp_path / "again")
+    again = tmp_path / "again" / "mf.json"
     assert again.read_text(encoding="utf-8") == file.read_text(encoding="utf-8")
 
 
@@ -66,19 +67,19 @@ def test_a_result_in_the_folder_is_newer(study, trained, file, tmp_path):
     cell = Cell("mf", methods()["none"], 2, 0, 150)
     (tmp_path / "cells").mkdir()
     write({**trained[0], "loss": 7.0}, tmp_path / "cells" / cell.file)
-    study.unpack(file, tmp_path)
+    study.unpack(file.parent, tmp_path)
     assert read(cell, tmp_path / "cells")["loss"] == 7.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cell": {"task": "mf"}}', '{"cell": {"ta'])
 def test_a_damaged_result_in_the_folder_costs_no_other(study, trained, file, tmp_path, text, capsys):
     cell = Cell("mf", methods()["none"], 2, 0, 150)
-    study.unpack(file, tmp_path)
+    study.unpack(file.parent, tmp_path)
     (tmp_path / "cells" / cell.file).write_text(text, encoding="utf-8")
-    study.pack(tmp_path, tmp_path / "less.json")
-    assert len(json.loads((tmp_path / "less.json").read_text(encoding="utf-8"))["cells"]) == len(trained) - 1
+    study.pack(tmp_path, tmp_path / "less")
+    assert len(json.loads((tmp_path / "less" / "mf.json").read_text(encoding="utf-8"))["cells"]) == len(trained) - 1
     assert f"{cell.file} is damaged" in capsys.readouterr().err
-    study.unpack(file, tmp_path)
+    study.unpack(file.parent, tmp_path)
     assert read(cell, tmp_path / "cells")["loss"] == pytest.approx(trained[0]["loss"], rel=1e-4)
 
 
@@ -88,7 +89,7 @@ def test_results_of_other_defaults_are_left_out(study, trained, file, tmp_path):
     file.write_text(text.replace('"compress_ratio": 0.1', '"compress_ratio": 0.2'), encoding="utf-8")
     current = [study.is_current(found) for found in study.results(json.loads(file.read_text(encoding="utf-8")))]
     assert current == [True, True, False, False]
-    study.unpack(file, tmp_path / "folder")
+    study.unpack(file.parent, tmp_path / "folder")
     assert len(list((tmp_path / "folder/cells").iterdir())) == 2
 
 
@@ -111,8 +112,8 @@ def test_errors_and_unknown_methods_are_not_kept(study, trained, tmp_path):
     write({"cell": cell.key, "setting": cell.setting(), "error": "it failed"}, tmp_path / "cells" / cell.file)
     unknown = {**trained[1], "cell": {**trained[1]["cell"], "method": "gone"}}
     write(unknown, tmp_path / "cells" / "gone.json")
-    study.pack(tmp_path, tmp_path / "study.json")
-    assert json.loads((tmp_path / "study.json").read_text(encoding="utf-8"))["cells"] == []
+    study.pack(tmp_path, tmp_path / "study")
+    assert study.load(tmp_path / "study") == []
 
 
 def test_the_study_has_every_method_on_four_ranks(study):
@@ -124,14 +125,14 @@ def test_the_study_has_every_method_on_four_ranks(study):
 
 @pytest.mark.processes
 def test_the_study_trains_what_is_missing(study, tmp_path, capfd):
-    path = tmp_path / "study.json"
+    path = tmp_path / "study"
     assert study.main(path, tmp_path / "here", [SMALL], jobs=2) == 0
     assert capfd.readouterr().out.startswith("5 cells, 0 of them done")
-    labels = {cell["method"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+    labels = {cell["method"] for cell in json.loads((path / "mf.json").read_text(encoding="utf-8"))["cells"]}
     assert labels == {*BASELINES, "qsgd", "qsgd:quantum_num=7"}
-    first = path.read_text(encoding="utf-8")
+    first = (path / "mf.json").read_text(encoding="utf-8")
     more = (*SMALL, "1")
     assert study.main(path, tmp_path / "elsewhere", [more]) == 0
     assert capfd.readouterr().out.startswith("10 cells, 5 of them done")
-    lines = path.read_text(encoding="utf-8").replace("},\n", "}\n").splitlines()
+    lines = (path / "mf.json").read_text(encoding="utf-8").replace("},\n", "}\n").splitlines()
     assert {*first.replace("},\n", "}\n").splitlines()} <= {*lines}

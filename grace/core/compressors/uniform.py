@@ -79,7 +79,7 @@ class Uniform(Compressor, Negotiating):
 
     @property
     def default_memory(self) -> str:
-        # With 8 bits, error feedback changes nothing in docs/results/study.json. Fewer bits are much coarser.
+        # With 8 bits, error feedback changes nothing in docs/results/study. Fewer bits are much coarser.
         return "none" if self.stochastic or self.bits >= 8 else "residual"
 
     def contraction(self, spec: TensorSpec) -> float | None:

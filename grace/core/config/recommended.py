@@ -1,7 +1,7 @@
 """The recommendations of grace: where to start by optimizer and network, and the warning of pairs that train badly.
 
 README, docs/choose.md, the pages of the methods and `grace compressors` are made from `STARTS` and from what methods
-are registered with; tests compare both with the study in docs/results/study.json.
+are registered with; tests compare both with the study in docs/results/study.
 """
 
 from __future__ import annotations
