@@ -28,6 +28,8 @@ from grace.report.cell import Cell, read, write
 from grace.report.methods import chosen, methods
 from grace.report.task import MODULES, find_task
 
+# What every task trains first: the recommended methods, and the usual one of every other kind.
+MAIN = ("qsgd", "blockwise", "eden", "powersgd", "topk", "topk 10 %", "terngrad", "efsignsgd")
 # What the page on communicators compares by one compression and by two, beginning with the finest; and with 8 bits for
 # the mean.
 TWICE = (
@@ -53,10 +55,12 @@ def parts():
     twice = [f"{name}:communicator={way}" for name in TWICE for way in ("allgather", "two_shot")]
     twice += [name + FINER for name in ("topk", "efsignsgd")]
     return (
-        ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
+        ("--tasks", *MODULES, "--ranks", "4", "--methods", *MAIN),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *others),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *VOLUME),
-        ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *plain),
+        ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *MAIN),
+        ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
+        ("--tasks", "resnet", "lstm", "unet", "--ranks", "4", "--seeds", "0", "--methods", *plain),
     )
 
 
