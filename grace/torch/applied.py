@@ -26,6 +26,23 @@ class _Exchanged:
     # The version of the parameter after the exchange, and the place and version of its gradient, if they are known.
     weight: int
     gradient: tuple[int, int] | None = None
+    # The gradient, if it lies in a bucket of DDP, which may copy it to another one.
+    in_bucket: torch.Tensor | None = None
+
+    def note(self, p: torch.Tensor) -> None:
+        """Note the gradient of a parameter as it is now."""
+        assert p.grad is not None
+        if p.grad._is_view():
+            # A view of a bucket has the version of all gradients in it. This one has its own.
+            p.grad = self.in_bucket = p.grad.data
+        self.gradient = p.grad.data_ptr(), p.grad._version
+
+    def is_gone(self, gradient: torch.Tensor | None) -> bool:
+        """Return whether the gradient is None or zeros; it is not if it is just as it was left."""
+        if gradient is None:
+            return True
+        left = self.in_bucket if self.in_bucket is not None and gradient._is_view() else gradient
+        return (left.data_ptr(), left._version) != self.gradient and not bool(gradient.any())
 
 
 class Applied:
@@ -78,7 +95,7 @@ class Applied:
         """Take note of the gradients after DDP has put them in their places."""
         for p, each in self._waiting.items():
             if p.grad is not None:
-                each.gradient = p.grad.data_ptr(), p.grad._version
+                each.note(p)
 
     def forget(self) -> None:
         """Forget all gradients: other states were loaded."""
@@ -115,12 +132,14 @@ class Applied:
             if p._version != each.weight:
                 # Something else than an optimizer has applied it.
                 del self._waiting[p]
-            elif _is_gone(p.grad, each.gradient):
+            elif each.is_gone(p.grad):
                 del self._waiting[p]
                 if self._has_optimizer(p):
                     dropped.setdefault(id(each.before), (each.before, []))[1].append(self._names[p])
                 else:
                     unknown.append(self._names[p])
+            elif each.in_bucket is not None and p.grad._is_view():
+                each.note(p)
         with torch.no_grad():
             for before, names in dropped.values():
                 self._run.put_back(before, names)
@@ -142,11 +161,6 @@ class Applied:
             groups = [group for optimizer in optimizers for group in vars(optimizer).get("param_groups", ())]
             self._of_optimizers |= {id(p) for group in groups for p in group["params"]}
         return id(p) in self._of_optimizers
-
-
-def _is_gone(gradient: torch.Tensor | None, left: tuple[int, int] | None) -> bool:
-    """Return whether a gradient is None or zeros; it is not if it is just as it was left."""
-    return gradient is None or ((gradient.data_ptr(), gradient._version) != left and not bool(gradient.any()))
 
 
 def _warn(text: str) -> None:

@@ -106,6 +106,14 @@ class _Loop:
         for name in self.parts[part]:
             self.now[name].zero_()
 
+    def lost(self, exchange: Any) -> float:
+        """Return how far what was applied and what is held are from what was kept."""
+        held = held_by(exchange)
+        return max(
+            float((mean(self.given[n], n) - self.applied[n] - mean(held[n], f"r.{n}").view_as(p)).abs().max())
+            for n, p in self.model.named_parameters()
+        )
+
 
 def conserved_whatever_is_dropped(loops: int) -> list[float]:
     """Run random loops; return how far what was applied and what is held are from what was kept."""
@@ -135,14 +143,20 @@ def conserved_whatever_is_dropped(loops: int) -> list[float]:
             loop.drop(part, none=True)
         with ddp.no_sync():
             _backward(ddp, 0)
-        held = held_by(exchange)
-        worst.append(
-            max(
-                float((mean(loop.given[n], n) - loop.applied[n] - mean(held[n], f"r.{n}").view_as(p)).abs().max())
-                for n, p in ddp.module.named_parameters()
-            )
-        )
+        worst.append(loop.lost(exchange))
     return worst
+
+
+def zeros_kept() -> float:
+    """Apply one part's gradients and keep the other's, most of which are zeros; return what is lost."""
+    ddp = DistributedDataParallel(make_net(), gradient_as_bucket_view=True)
+    exchange = grace.torch.register(ddp, {**TOPK, "compress_ratio": 0.001, "granularity": "bucket"})
+    loop = _Loop(ddp)
+    for step in range(2):
+        loop.backward(step, alone=False)
+        loop.step(0, by_hand=False, none=False)
+    loop.step(1, by_hand=False, none=False)
+    return loop.lost(exchange)
 
 
 def told_of_gradients() -> dict[str, list[str]]:

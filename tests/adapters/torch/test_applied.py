@@ -31,6 +31,11 @@ def test_what_is_kept_is_applied_or_held_whatever_else_is_dropped(launch):
 
 
 @on(TWO)
+def test_gradients_of_zeros_that_are_kept_are_not_taken_for_dropped_ones(launch):
+    assert max(scenario("zeros_kept", launch)) < 1e-6
+
+
+@on(TWO)
 def test_an_optimizer_that_applies_what_was_not_exchanged_is_told(launch):
     for rank in scenario("told_of_gradients", launch):
         (past,), (unseen,) = (rank.pop(label) for label in ("past", "unseen"))
