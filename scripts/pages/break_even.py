@@ -38,17 +38,13 @@ class Codec(NamedTuple):
 
 
 @cache
-def codecs() -> dict[str, Codec]:
-    """Return the measured codecs by method, in PyTorch."""
-    data = measurements.load(SOURCE)
+def codec(method: str) -> Codec:
+    """Return the measured codec of a method, in PyTorch."""
+    data, row = measurements.load(SOURCE), measurements.rows_of(SOURCE)[method]
     copy, small, large = sum(data["copy_ms"]) / 2e3, 1000, data["elements"]
-    found = {}
-    for method in METHODS:
-        row = measurements.rows_of(SOURCE)[method]
-        short = row["small_torch"] / 1e6
-        per_element = (row["torch"] * copy - short) / (large - small)
-        found[method] = Codec(short - small * per_element, per_element)
-    return found
+    short = row["small_torch"] / 1e6
+    per_element = (row["torch"] * copy - short) / (large - small)
+    return Codec(short - small * per_element, per_element)
 
 
 @cache
@@ -59,11 +55,11 @@ def saved_bytes(method: str, ranks: int) -> float:
 
 def codec_seconds(method: str, ranks: int, parameters: float) -> float:
     """Return the seconds that a rank compresses and merges in a step."""
-    codec = codecs()[method]
+    of_method = codec(method)
     if taken(compressors.example(method), ranks) != "two_shot":
-        return codec.seconds(parameters)
+        return of_method.seconds(parameters)
     # One shard for every rank, and once more the mean of the one that it owns.
-    return (ranks + 1) * codec.seconds(parameters / ranks)
+    return (ranks + 1) * of_method.seconds(parameters / ranks)
 
 
 def break_even(method: str, ranks: int, parameters: float) -> float:

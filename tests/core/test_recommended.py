@@ -32,13 +32,18 @@ WELL, BADLY = 80, 90
 
 
 @pytest.fixture(scope="module")
-def least():
-    """A function: the lowest relative quality of a method on the tasks of the study with Adam, None if it has none."""
+def pages():
+    """A function: a module that writes parts of pages, by its name."""
     pytest.importorskip("torch", reason="the tasks are PyTorch's")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(ROOT / "scripts" / "pages"), *sys.path])
-        tables = importlib.import_module("study_tables")
-    return lambda method: tables.least(method, "Adam")
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def least(pages):
+    """A function: the lowest relative quality of a method on the tasks of the study with Adam, None if it has none."""
+    return lambda method: pages("study_tables").least(method, "Adam")
 
 
 def test_the_poor_methods_are_those_that_were_measured_to_be_poor(least):
@@ -62,6 +67,25 @@ def test_what_grace_recommends_can_be_used_and_is_not_warned_of(least):
         share = start.bytes.partition("/")[2].split(" ")[0]
         sent = payload_bytes(sent_fields(config.stages[0][1].method.compressor)) / EXAMPLE.nbytes
         assert sent <= 1.03 / float(share or 1), start
+
+
+def test_what_grace_recommends_for_a_link_follows_the_rule_of_the_report(pages):
+    """The best in the study, and of those the fastest with codecs as measured, for the model of that measurement."""
+    best = importlib.import_module("grace.report.advice").best
+    chart, of_methods = pages("break_even"), pages("methods")
+    rows, elements = pages("measurements").rows_of("codec"), pages("measurements").load("codec")["elements"]
+    measured = {name for name, row in rows.items() if {"torch", "small_torch"} <= row.keys()}
+    cases = importlib.import_module("grace.report.comparison").cases(pages("study_tables").runs())
+    found = {}
+    for gbit in (1, 10):
+
+        def seconds(of_method, gbit=gbit):
+            name = of_method[0].method
+            received = of_methods.received(name, 4) * elements
+            return chart.codec_seconds(name, 4, elements) + 8 * received / (1e9 * gbit)
+
+        found[f"about {gbit} Gbit/s"] = best([case for case in cases if case.method in measured], seconds).method
+    assert found == {s.network: s.config["compressor"] for s in STARTS if s.network.startswith("about")}
 
 
 @pytest.mark.parametrize("compressor", ["dgc", "signum"])

@@ -30,7 +30,7 @@ def test_saved_bytes_follow_the_collective(chart):
 def test_at_the_break_even_both_take_the_same_time(chart):
     parameters, ranks = 25e6, 4
     bandwidth = chart.break_even("qsgd", ranks, parameters) * 1e9 / 8
-    codec = chart.codecs()["qsgd"]
+    codec = chart.codec("qsgd")
     dense = 1.5 * 4 * parameters / bandwidth
     quantized = 1.5 * (1 + 4 / 512) * parameters / bandwidth
     # Four shards, and the mean of one.
@@ -40,12 +40,12 @@ def test_at_the_break_even_both_take_the_same_time(chart):
 
 def test_what_is_not_cut_into_shards_is_compressed_once(chart):
     for method, ranks in (("qsgd", 2), ("topk", 16), ("signsgd", 16), ("powersgd", 16)):
-        assert chart.codec_seconds(method, ranks, 25e6) == chart.codecs()[method].seconds(25e6)
+        assert chart.codec_seconds(method, ranks, 25e6) == chart.codec(method).seconds(25e6)
 
 
 def test_a_codec_takes_what_was_measured(chart):
     row = chart.measurements.rows_of("codec")["topk"]
-    codec = chart.codecs()["topk"]
+    codec = chart.codec("topk")
     assert codec.fixed + 25e6 * codec.per_element == pytest.approx(row["torch"] * 15.5e-3)
     assert codec.fixed + 1000 * codec.per_element == pytest.approx(row["small_torch"] * 1e-6)
     assert "a copy of 25 million float32 taken as 15.5 ms" in (ROOT / "docs/choose.md").read_text(encoding="utf-8")
