@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from grace.core.errors import ConfigError
 from grace.core.plan.unit import Assignment
 from grace.core.state.run import Run
 from grace.core.transport.transport import HandshakeTransport
@@ -85,3 +87,36 @@ class Library(ABC):
     @abstractmethod
     def drop(self, name: str, step: int) -> list[int]:
         """Drop what is on its way, on all ranks. Return the steps of all."""
+
+
+def connect(backend: str | None, process_set: Any, process_group: Any, timeout: float, where: str) -> Library:
+    """Connect the ranks by the library that was named, or by the one that is initialized.
+
+    `where` is what the user calls. Raises ConfigError if there is none, or if an argument belongs to the other library.
+    """
+    if backend not in (None, "horovod", "torch"):
+        raise ConfigError(f"{where}: the argument 'backend' must be 'horovod' or 'torch', received {backend!r}.")
+    here = torch.distributed.is_available() and torch.distributed.is_initialized()
+    horovod = sys.modules.get("horovod.torch")
+    if backend is None and not here and (horovod is None or not horovod.is_initialized()):
+        raise ConfigError(
+            f"{where}: neither Horovod nor torch.distributed is initialized; call hvd.init() or "
+            "torch.distributed.init_process_group() first."
+        )
+    if backend == "torch" or (backend is None and not (horovod is not None and horovod.is_initialized())):
+        from grace.torch.distributed.library import TorchDistributed
+
+        if process_set is not None:
+            raise ConfigError(
+                f"{where}: the argument 'process_set' belongs to Horovod; pass a process group of torch.distributed "
+                "as process_group."
+            )
+        return TorchDistributed(process_group, timeout)
+    from grace.torch.horovod.library import Horovod
+
+    if process_group is not None:
+        raise ConfigError(
+            f"{where}: the argument 'process_group' belongs to torch.distributed; pass a process set of Horovod as "
+            "process_set."
+        )
+    return Horovod(process_set, timeout)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from grace.core.session.outer import refuse_arguments_of_gradients
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.library import Library, Settings
+from grace.torch.library import Settings, connect
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
 from grace.torch.outer import OuterAdapter
@@ -82,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     # Some pass Horovod's defaults, which change nothing.
     refused = {name: value for name in REFUSED if (value := options.pop(name, None)) not in (None, 0)}
     request = Request(config, options, DistributedOptimizer, _WHERE, local_steps)
-    library = _library(backend, process_set, process_group, request.timeout)
+    library = connect(backend, process_set, process_group, request.timeout, _WHERE)
     with open_session(
         request,
         library.transport,
@@ -161,41 +160,15 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     return wrapped
 
 
-def _library(backend: str | None, process_set: Any, process_group: Any, timeout: float) -> Library:
-    """Connect the ranks by the library that was named, or by the one that is initialized."""
-    if backend not in (None, "horovod", "torch"):
-        raise ConfigError(f"{_WHERE}: the argument 'backend' must be 'horovod' or 'torch', received {backend!r}.")
-    here = torch.distributed.is_available() and torch.distributed.is_initialized()
-    horovod = sys.modules.get("horovod.torch")
-    if backend is None and not here and (horovod is None or not horovod.is_initialized()):
-        raise ConfigError(
-            f"{_WHERE}: neither Horovod nor torch.distributed is initialized; call hvd.init() or "
-            "torch.distributed.init_process_group() first."
-        )
-    if backend == "torch" or (backend is None and not (horovod is not None and horovod.is_initialized())):
-        from grace.torch.distributed.library import TorchDistributed
-
-        if process_set is not None:
-            raise ConfigError(
-                f"{_WHERE}: the argument 'process_set' belongs to Horovod; pass a process group of torch.distributed "
-                "as process_group."
-            )
-        return TorchDistributed(process_group, timeout)
-    from grace.torch.horovod.library import Horovod
-
-    if process_group is not None:
-        raise ConfigError(
-            f"{_WHERE}: the argument 'process_group' belongs to torch.distributed; pass a process set of Horovod as "
-            "process_set."
-        )
-    return Horovod(process_set, timeout)
-
-
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError or TypeError for an optimizer that is not supported."""
     where = _WHERE
     check_optimizer(optimizer, where)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_parameters([p for group in optimizer.param_groups for p in group["params"]], where)
+
+
+def refuse_parameters(parameters: list[torch.Tensor], where: str) -> None:
+    """Raise ConfigError for parameters whose gradients another exchange has, or of which each rank has a part."""
     if is_registered(parameters):
         raise ConfigError(
             f"{where}: grace.torch.register() exchanges the gradients of these parameters already; use the plain "

@@ -1,0 +1,142 @@
+"""Base classes of optimizers with moments of the gradient, which are pure like memories and outer optimizers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core.errors import ConfigError
+from grace.core.methods.memory import wide_norm
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import Array, State
+
+#: Share of the steps in the warm-up: in the middle of what the paper on 1-bit Adam takes, 15 to 25 %.
+WARM_UP = 0.2
+#: How much of the larger of two norms the smaller one must be for the second moment to have settled.
+SETTLED = 0.96
+
+
+@dataclass(frozen=True)
+class Moments(ABC):
+    """Base of optimizers with a first and a second moment: a pure step per tensor, configured by its fields only.
+
+    All arrays are flat and float32, or float64 for float64 weights. No method changes an array that it receives.
+    `number` counts the steps of a tensor from 1. The keys of states are those of PyTorch's Adam.
+    """
+
+    #: The optimizer as its users call it, for errors.
+    name: ClassVar[str]
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for i, beta in enumerate(self.betas):
+            if not 0 <= beta < 1:
+                raise ConfigError(f"{self.name}: betas[{i}] must lie in [0, 1), received {beta!r}.")
+        if not self.eps > 0:
+            raise ConfigError(f"{self.name}: eps must be positive, received {self.eps!r}.")
+        if not self.weight_decay >= 0:
+            raise ConfigError(f"{self.name}: weight_decay must not be negative, received {self.weight_decay!r}.")
+
+    def init(self, ops: ArrayOps, weights: Array) -> State:
+        """Return the state before the first step."""
+        n, dtype = weights.shape[0], ops.dtype(weights)
+        return {"exp_avg": ops.zeros(n, dtype), "exp_avg_sq": ops.zeros(n, dtype)}
+
+    @abstractmethod
+    def step(
+        self, ops: ArrayOps, weights: Array, gradient: Array, state: State, lr: float, number: int
+    ) -> tuple[Array, State]:
+        """Return the new weights and the new state after a step with the mean gradient of all ranks."""
+
+    def _moments(self, ops: ArrayOps, gradient: Array, state: State) -> State:
+        """Return the state with its moments after a gradient."""
+        first, second = self.betas
+        return {
+            **state,
+            "exp_avg": ops.weighted_sum(state["exp_avg"], first, gradient, 1 - first),
+            "exp_avg_sq": ops.weighted_sum(state["exp_avg_sq"], second, gradient * gradient, 1 - second),
+        }
+
+    def _corrections(self, number: int) -> tuple[float, float]:
+        """Return what both moments are divided by, because they start at zero."""
+        first, second = self.betas
+        return 1 - first**number, 1 - second**number
+
+    def _root(self, ops: ArrayOps, second: Array, correction: float) -> Array:
+        """Return sqrt(v / correction) + eps."""
+        root = ops.sqrt(second)
+        if correction != 1:
+            root = root * ops.cast(1 / math.sqrt(correction), ops.dtype(root))
+        return root + ops.cast(self.eps, ops.dtype(root))
+
+
+@dataclass(frozen=True)
+class Freezing(Moments):
+    """Base of those whose second moment can be frozen, so that the ranks can exchange momentum in few bits.
+
+    After `freeze`, each rank sends its `momentum`, and `frozen_step` takes the merged one, in place of `step`.
+    Elements whose second moment is zero at that time keep their weights, whatever is merged: a sign is never zero.
+    """
+
+    @abstractmethod
+    def freeze(self, ops: ArrayOps, state: State, number: int) -> State:
+        """Return the state for `frozen_step` after `number` steps."""
+
+    def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
+        """Return what this rank sends: the common momentum with its own gradient added."""
+        first, _ = self.betas
+        return ops.weighted_sum(state["exp_avg"], first, gradient, 1 - first)
+
+    @abstractmethod
+    def frozen_step(
+        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int
+    ) -> tuple[Array, State]:
+        """Return the new weights and the new state after a step with the merged momentum."""
+
+
+def trust_ratio(ops: ArrayOps, weights: Array, update: Array, low: float, high: float) -> Array:
+    """Return |weights| / |update| within [low, high], as a 0-d float64 array; 1 if a norm is zero."""
+    size, moved = wide_norm(ops, weights), wide_norm(ops, update)
+    known = ops.bit_and(size > 0, moved > 0)
+    return ops.where(known, ops.clip(size / ops.where(known, moved, 1.0), low, high), 1.0)
+
+
+def freeze_step_of(freeze_step: int | None, total_steps: int | None, where: str) -> int | None:
+    """Return the number of steps before the second moment is frozen; None if the rule of `horizon` is to find it.
+
+    Raises ConfigError for numbers that are no warm-up.
+    """
+    if freeze_step is not None and total_steps is not None:
+        raise ConfigError(
+            f"{where}: total_steps = {total_steps} gives freeze_step itself, {WARM_UP:.0%} of it; leave one of the two "
+            "out."
+        )
+    if total_steps is not None:
+        if total_steps < 2:
+            raise ConfigError(f"{where}: total_steps must be at least 2, received {total_steps!r}.")
+        return math.ceil(WARM_UP * total_steps)
+    if freeze_step is not None and freeze_step < 1:
+        raise ConfigError(
+            f"{where}: freeze_step must be at least 1, because the first moments come from the warm-up; received "
+            f"{freeze_step!r}."
+        )
+    return freeze_step
+
+
+def horizon(betas: tuple[float, float]) -> int:
+    """Return 1 / (1 - beta2): the steps between two looks at |v|_1, the sum of all second moments."""
+    return math.ceil(1 / (1 - betas[1]) - 1e-9)
+
+
+def settled(before: float | None, now: float) -> bool:
+    """Return whether |v|_1 is nearly what it was a `horizon` before, so that v can be frozen.
+
+    Reference: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
+    ICML 2021, section 7.1 of its first version.
+    """
+    return before is not None and before > 0 and min(before, now) >= SETTLED * max(before, now)

@@ -1,0 +1,72 @@
+"""The optimizers that exchange what they need themselves, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import TORCH, Launch
+from tests.support.ranks import on, scenario
+
+pytestmark = pytest.mark.distributed
+
+LAUNCHES = [
+    Launch(TORCH, "python", 1),
+    Launch(TORCH, "torchrun", 2),
+    Launch(TORCH, "horovodrun-gloo", 2),
+    Launch(TORCH, "torchrun", 4),
+]
+
+
+@on(*LAUNCHES)
+def test_one_bit_adam_is_pytorchs_adam_at_first_and_then_the_papers_recursion(launch):
+    ranks = scenario("one_bit_adam", launch)
+    assert len({rank["weights"] for rank in ranks}) == 1
+    for rank in ranks:
+        assert max(rank["off"]) < 1e-6, rank["off"]
+        assert rank["resumed"] == [True] * 9
+        # Only the steps after the warm-up exchange momenta.
+        assert rank["step"] == 5
+        assert rank["share"] < 1 / 25 or launch.ranks == 1
+
+
+@on(LAUNCHES[1], LAUNCHES[2])
+def test_one_bit_adam_is_used_like_any_optimizer(launch):
+    ranks = scenario("one_bit_adam_in_use", launch)
+    for rank in ranks:
+        assert rank["groups"]["apart"] == ranks[0]["groups"]["apart"]
+        assert rank["groups"]["frozen"]
+        assert rank["groups"]["lr"] == pytest.approx([0.01 / 16, 0.003 / 16])
+        assert rank["groups"]["freeze_step"] == 2
+        assert rank["scaler"]["weights"] == ranks[0]["scaler"]["weights"]
+        # Two of eight steps are skipped on all ranks, and leave no trace.
+        assert rank["scaler"]["steps"] == 6
+        assert rank["scaler"]["off"] < 1e-6
+        assert rank["dropped"] == ranks[0]["dropped"]
+    assert [rank["scaler"]["scale"] for rank in ranks] == [16.0, 64.0]
+
+
+@on(LAUNCHES[1], LAUNCHES[2])
+def test_what_one_bit_adam_cannot_do_is_refused(launch):
+    told = {
+        "group": "add_param_group() was called after the optimizer was made",
+        "copy": "cannot be copied or pickled",
+        "pickle": "cannot be copied or pickled",
+        "both": "total_steps = 9 gives freeze_step itself, 20% of it; leave one of the two out",
+        "total": "total_steps must be at least 2, received 1",
+        "freeze": "freeze_step must be at least 1",
+        "lr": "lr must not be negative, received -1.0",
+        "betas": "betas[0] must lie in [0, 1), received 1.0",
+        "eps": "eps must be positive, received 0.0",
+        "decay": "weight_decay must not be negative, received -1.0",
+        "outer": "cannot take outer steps",
+        "backend": "grace.torch.optim.OneBitAdam: the argument 'backend' must be",
+        "differ": "MismatchError",
+        "wrapped": "already wrapped",
+        "load": "expected a state written by grace",
+        "registered": "exchanges the gradients of these parameters already",
+        "alone": "MismatchError",
+    }
+    for errors in scenario("one_bit_adam_refusals", launch):
+        for name, error in errors.items():
+            assert told[name] in error, (name, error)
+        assert told.keys() - errors.keys() <= {"registered"}
