@@ -255,6 +255,7 @@ def test_a_named_memory_replaces_the_default():
             {"compressor": "threshold", "capacity": 0.1},
             r"compressor 'threshold' needs a value for threshold: expected .*, received none.*Write threshold =",
         ),
+        ({"compressor": "strom"}, r"compressor 'strom' needs a value for threshold: expected .*, received none.*Write"),
         ({"compressor": "chain", "sparsifier": "threshold"}, r"compressor 'threshold' needs a value for threshold"),
         (
             {"compressor": "randomk"},

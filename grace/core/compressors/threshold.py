@@ -12,6 +12,13 @@ from grace.core.methods.fusions import compress_sum
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
+A_MAGNITUDE = Need(
+    0.01,
+    "expected a magnitude in units of the gradient, received none. No default suits all models: in the study, "
+    "'threshold' with 0.01 sent from 0.1 to 11 % of the bytes (docs/accuracy.md, docs/adam.md). Write threshold = ..., "
+    "for instance a quantile of your gradients' magnitudes, or take 'topk', which sends a share.",
+)
+
 
 @compressors.register(
     "threshold",
@@ -21,14 +28,7 @@ from grace.core.spec import Array, Field, Payload, State, TensorSpec
         tests=[{"threshold": 0.0}, {"threshold": 0.5, "capacity": 0.1}, {"threshold": 1e9}],
         errors=[{"threshold": 0.01}],
         digits=Setting(options={"threshold": 0.01}),
-        needs={
-            "threshold": Need(
-                0.01,
-                "expected a magnitude in units of the gradient, received none. No default suits all models: in the "
-                "study, 0.01 sent from 0.1 to 11 % of the bytes (docs/accuracy.md, docs/adam.md). Write threshold = "
-                "..., for instance a quantile of your gradients' magnitudes, or take 'topk', which sends a share.",
-            )
-        },
+        needs={"threshold": A_MAGNITUDE},
     ),
 )
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.sums import FEEDBACK, Feedback, sum_select
+from grace.core.compressors.threshold import A_MAGNITUDE
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.capabilities import Selecting
@@ -17,7 +18,15 @@ from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register(
-    "strom", About(family="hybrid", adam=False, tests=[{"threshold": 0.5}], digits=Setting(options={"threshold": 0.02}))
+    "strom",
+    About(
+        family="hybrid",
+        adam=False,
+        tests=[{"threshold": 0.5}],
+        errors=[{"threshold": 0.01}],
+        digits=Setting(options={"threshold": 0.02}),
+        needs={"threshold": A_MAGNITUDE},
+    ),
 )
 @dataclass(frozen=True)
 class Strom(Compressor, Selecting):
@@ -25,11 +34,12 @@ class Strom(Compressor, Selecting):
 
     Formula: C(x)_i = \tau \, \mathrm{sign}(x_i) \, 1_{|x_i| > \tau}
 
-    tau is `threshold`, in the units of the gradient. A word is i, or -1 - i for a negative element: one bit for the
-    sign and 31 for the index. The part of an element beyond tau stays in the residual, so a large element travels in
-    several steps. The number of words depends on the data and may be 0. The error never exceeds |x|.
+    tau is `threshold`, in the units of the gradient. It has no default: what suits one model sends nothing or
+    everything of another, so 0.01 in the tables is an example. A word is i, or -1 - i for a negative element: one bit
+    for the sign and 31 for the index. The part of an element beyond tau stays in the residual, so a large element
+    travels in several steps. The number of words depends on the data and may be 0. The error never exceeds |x|.
 
-    Error: 0.98 |x|^2 for normal x; 0.35 |x|^2 with `threshold=1.0`.
+    Error: 0.98 |x|^2 for normal x with `threshold=0.01`; 0.35 |x|^2 with `threshold=1.0`.
 
     Cost: one pass of comparisons; nothing is sorted, no random numbers.
 
@@ -39,7 +49,7 @@ class Strom(Compressor, Selecting):
     Reference: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
     """
 
-    threshold: float = 0.01
+    threshold: float
 
     default_memory = "residual"
 
