@@ -50,7 +50,9 @@ class TensorSpec:
 
     `dtype` is one of float16, bfloat16, float32, float64, complex64, complex128. `sparse` means that the gradient comes
     as rows and their indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the
-    run (0: this tensor is alone). Raises ConfigError for any other dtype.
+    run (0: this tensor is alone). `rounds` is for outer steps: above 0, the tensor is no weight but accompanies the
+    weights, as a state of the inner optimizer does, and the ranks take the mean of it at every `rounds`-th meeting.
+    Raises ConfigError for any other dtype.
     """
 
     name: str
@@ -59,6 +61,7 @@ class TensorSpec:
     device: str = "cpu"
     sparse: bool = False
     model_numel: int = 0
+    rounds: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in GRADIENT_DTYPES and not self.complex:

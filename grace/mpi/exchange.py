@@ -13,6 +13,7 @@ from grace.core.errors import StepError
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.session.exchange import Exchange
+from grace.core.session.outer import refuse_states
 from grace.core.session.start import Request, open_session
 from grace.core.spec import Array, TensorSpec, as_specs
 from grace.core.state.rollback import Rollback
@@ -52,6 +53,7 @@ class MPIExchange(Exchange):
         self.transport, ops = MPITransport(comm, timeout=request.timeout), functools.partial(get_ops, "numpy")
         try:
             with open_session(request, self.transport, world=_WORLD) as session:
+                refuse_states(session.config, request.where)
                 session.local["average"] = average
                 run = session.begin(as_specs(tensors), ops, average=average, outer=True)
         except Exception:

@@ -26,7 +26,7 @@ from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
-from grace.core.session.outer import check_outer, refuse_arguments_of_gradients, with_local_steps
+from grace.core.session.outer import check_outer, refuse_arguments_of_gradients, refuse_states, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
@@ -186,6 +186,7 @@ def _check_passes(optimizer: Any, passes: int) -> None:
 
 def _check_outer(optimizer: Any, exchange: Exchange, passes: int) -> None:
     check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average)
+    refuse_states(exchange.config, _WHERE)
     check_graph(exchange.config.outer, _WHERE)
     refuse_arguments_of_gradients(
         _WHERE,

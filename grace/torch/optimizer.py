@@ -18,6 +18,7 @@ from grace.core.errors import ConfigError
 from grace.core.session.outer import refuse_arguments_of_gradients
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
+from grace.torch.beside import Beside
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Settings, connect
 from grace.torch.loss_scale import enabled
@@ -110,7 +111,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 gradient_predivide_factor=gradient_predivide_factor != 1.0,
                 gradient_as_bucket_view=gradient_as_bucket_view,
             )
-            wrapped, names = optimizer, names_of(optimizer, named_parameters)
+            named = None if named_parameters is None else list(named_parameters)
+            wrapped, names = optimizer, names_of(optimizer, named)
         else:
             wrapped, names = library.wrap(optimizer, named_parameters, settings)
         trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
@@ -125,6 +127,13 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # With outer steps, grace exchanges all tensors.
         delegate = (lambda item: False) if outer else library.reduces
         specs = [spec_of(names[p], p) for p in trained]
+        beside = None
+        if made.outer is not None:
+            buffers = {name: x for name, x in named or () if not isinstance(x, torch.nn.Parameter) and x not in names}
+            beside = Beside(
+                made.outer, optimizer, {p: names[p] for p in trained}, lambda: buffers, library.transport, _WHERE
+            )
+            specs += beside.specs
         run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True)
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
@@ -138,8 +147,9 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     exchange.optimizers.append(used)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
-    if outer:
-        adapter = OuterAdapter(wrapped, plain, exchange, {p: names[p] for p in trained}, check_frozen, scaler=scaler)
+    if beside is not None:
+        trained_names = {p: names[p] for p in trained}
+        adapter = OuterAdapter(wrapped, plain, exchange, trained_names, check_frozen, scaler=scaler, beside=beside)
     else:
         if wrapped is not optimizer:
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.

@@ -14,10 +14,11 @@ from grace.core.errors import ConfigError
 from grace.core.session.start import Request, open_session
 from grace.core.state.merge import optimizer_state
 from grace.torch.adapter import OptimizerAdapter, PlainMethods, give_own_class
+from grace.torch.beside import Beside, buffers_of
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.loss_scale import enabled
 from grace.torch.steps import check_optimizer, describe
-from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
+from grace.torch.tensors import is_sharded, names_of, own_part, refuse_unfrozen, spec_of
 
 if TYPE_CHECKING:
     from grace.torch.distributed.library import TorchDistributed
@@ -27,12 +28,13 @@ class OuterAdapter(OptimizerAdapter):
     """The methods of an optimizer whose ranks exchange what their weights have moved, instead of gradients.
 
     `names` has the parameters that train. `grace.core.session.outer` decides when they meet, and has the weights then.
+    `beside` has what accompanies them.
     """
 
-    def __init__(self, *given: Any, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, *given: Any, scaler: torch.amp.GradScaler | None, beside: Beside) -> None:
         super().__init__(*given)
         give_own_class(self.optimizer)
-        self.scaler = scaler
+        self.scaler, self.beside = scaler, beside
         (self.outer,) = self.exchange.outers
         self.outer.begin(self._weights())
 
@@ -55,7 +57,7 @@ class OuterAdapter(OptimizerAdapter):
         self.scaler.step = counted
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: own_part(p) for p, name in self.names.items()}
+        return {name: own_part(p) for p, name in self.names.items()} | self.beside.tensors()
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of this rank, and exchange what the weights have moved if it is time."""
@@ -90,7 +92,9 @@ class OuterAdapter(OptimizerAdapter):
         if not self.outer.is_due:
             return
         self.exchange.comparisons.finish()
-        self._write(self.outer.receive(weights))
+        met = self.outer.receive(weights)
+        self._write(met)
+        self.beside.write(met)
         self.rollback.release()
 
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -110,11 +114,6 @@ class OuterAdapter(OptimizerAdapter):
         given = optimizer_state(state_dict, self.exchange.rank)
         saved = given.pop("grace", {})
         self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
-
-
-def own_part(p: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a parameter that this rank holds: all, or its part of a sharded one; shares memory."""
-    return p.detach().to_local() if is_sharded(p) else p.detach()
 
 
 def register_outer(
@@ -143,6 +142,8 @@ def register_outer(
         trained = {p: name for p, name in names.items() if p.requires_grad}
         session.local = {"outer number": session.number, "grad_scaler": scaler is not None}
         specs = [spec_of(name, own_part(p)) for p, name in trained.items()]
+        beside = Beside(session.config.outer, optimizer, trained, buffers_of(module), library.transport, where)
+        specs += beside.specs
         run = session.begin(specs, OPS, average=True, outer=True)
     exchange = Exchange(session, library, {name: p for p, name in names.items()}, None)
     exchange.optimizers.append(describe(optimizer)._replace(adaptive=False))
@@ -152,7 +153,8 @@ def register_outer(
         "the model was registered",
         "Register the model again, with a new optimizer, after you unfreeze parameters.",
     )
-    OuterAdapter(optimizer, PlainMethods.of(optimizer), exchange, trained, check_frozen, scaler=scaler).attach()
+    plain = PlainMethods.of(optimizer)
+    OuterAdapter(optimizer, plain, exchange, trained, check_frozen, scaler=scaler, beside=beside).attach()
     exchange.announce(run.stages)
     return exchange
 

@@ -28,6 +28,11 @@ def refuse_unfrozen(frozen: Mapping[str, torch.Tensor], when: str, instead: str)
             )
 
 
+def own_part(p: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a parameter that this rank holds: all, or its part of a sharded one; shares memory."""
+    return p.detach().to_local() if is_sharded(p) else p.detach()
+
+
 def spec_of(name: str, p: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
     """Return the spec of the gradient of a parameter, which is exchanged in its own dtype if no other is given."""
     return TensorSpec(name, tuple(p.shape), str(dtype or p.dtype).removeprefix("torch."), str(p.device))

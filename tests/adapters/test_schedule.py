@@ -113,6 +113,23 @@ def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
     assert ranks[0]["streaming"]["stats"]["rounds"] == 1 + 2
 
 
+@on(TORCHRUN)
+def test_states_of_the_inner_optimizer_and_buffers_meet_as_well(launch):
+    for rank in scenario("outer_beside", launch):
+        for name in ("periods", "average", "reset"):
+            assert rank[name]["off"] < 1e-6, (name, rank[name]["off"])
+            assert rank[name]["resumed"] == [True] * 3, name
+        report = rank["periods"]["report"]
+        assert "mean of the states exp_avg_sq every 2 meetings" in report
+        assert "exp_avg_sq of 0.weight" in report
+        assert "running_mean" not in report
+        assert "1.running_mean" in rank["average"]["report"]
+        errors = rank["errors"]
+        assert "Adam keeps exp_avg, exp_avg_sq; name these" in errors["unknown state"]
+        assert "SGD keeps no arrays" in errors["no state"]
+        assert "a copy of it cannot take one" in errors["no step"]
+
+
 @on(TORCHRUN, Launch(TORCH, "torchrun", 4))
 def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(launch):
     ranks = scenario("registered_outer_steps", launch)

@@ -377,6 +377,97 @@ def test_weights_keep_their_dtype(dtype, framework):
     assert ops.dtype(sim.outers[0].state.kept["w"]["momentum"]) == ("float64" if dtype == "float64" else "float32")
 
 
+def desloc(sim, ranks, meetings, *, reset=False):
+    """Train Adam on Rosenbrock's function with noisy gradients, and let x, u and v meet every 192 steps.
+
+    Return all x at the end, those of the same recursion without a library (u in every, v in every fourth meeting), and
+    the mean of the last losses.
+    """
+    rng = np.random.default_rng(0)
+    x, u, v = np.tile([-1.0, 1.0], (ranks, 1)), np.zeros((ranks, 2)), np.zeros((ranks, 2))
+    plain = [x.copy(), u.copy(), v.copy()]
+    losses, t = [], 0
+    sim.begin({"x": x[0], "u": u[0], "v": v[0]})
+    for meeting in range(1, meetings + 1):
+        for _ in range(192):
+            t, noise = t + 1, 1.5 * rng.standard_normal((ranks, 2))
+            for now in ((x, u, v), plain):
+                a, b = now[0].T
+                gradient = np.stack([2 * (a - 1) - 400 * a * (b - a * a), 200 * (b - a * a)], axis=1) + noise
+                now[1][:] = 0.95 * now[1] + 0.05 * gradient
+                now[2][:] = 0.9999 * now[2] + 0.0001 * gradient**2
+                now[0][:] -= 0.01 * (now[1] / (1 - 0.95**t)) / (np.sqrt(now[2] / (1 - 0.9999**t)) + 1e-8)
+        met = sim.step([dict(zip("xuv", row, strict=True)) for row in zip(x, u, v, strict=True)])
+        x, u, v = (np.array([own[key] for own in met]) for key in "xuv")
+        if reset:
+            u[:], v[:] = 0, 0
+        plain[0][:], plain[1][:] = plain[0].mean(0), plain[1].mean(0)
+        plain[2][:] = plain[2].mean(0) if meeting % 4 == 0 else plain[2]
+        a, b = x[0]
+        losses.append((1 - a) ** 2 + 100 * (b - a * a) ** 2)
+    return x, plain[0], np.mean(losses[-10:])
+
+
+def test_states_that_meet_at_periods_of_their_own_converge_where_those_that_start_again_do_not():
+    """DES-LOC's example, which the recursion reproduces. In it, states that are reset end ten times as high."""
+    ranks = 32
+    shapes = [TensorSpec("x", (2,), "float64")]
+    states = [TensorSpec(key, (2,), "float64", rounds=rounds) for key, rounds in (("u", 1), ("v", 4))]
+    sim = grace.Simulation(ranks, shapes + states, NONE, outer="update")
+    found, expected, loss = desloc(sim, ranks, 41)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+    assert "accompanies the weights" in sim.report()
+    _, _, of_reset = desloc(grace.Simulation(ranks, shapes + states, NONE, outer="update"), ranks, 41, reset=True)
+    assert loss < 1e-3 < 3 * loss < of_reset
+
+
+@every_framework
+@pytest.mark.parametrize("at", [0, 5, 8, 10, 11])
+def test_what_accompanies_the_weights_meets_with_the_last_fragment(at, framework):
+    """In a period of 6 steps with two fragments, it is sent after the sixth step, and lands two steps later."""
+    shapes = {"a": (24, 10), "b": (130,)}
+    beside = {"often": 1, "rarely": 2}
+    outer = {"every": 6, "fragments": 2, "delay": 2, "warmup": 2}
+    specs = [TensorSpec(name, shape) for name, shape in shapes.items()]
+    specs += [TensorSpec(name, (5,), rounds=rounds) for name, rounds in beside.items()]
+
+    def start():
+        return grace.Simulation(2, specs, TOPK, outer=outer, framework=framework)
+
+    def steps(sim, now, count, first):
+        for step in range(first, first + count):
+            more = [array(ops, np.full(1, rank + 1 + step), "float32") for rank in range(2)]
+            moved = [{n: w[n] + more[rank] for n in w} for rank, w in enumerate(now)]
+            now = sim.step(moved)
+            history.append([{n: float(host(ops, w[n]).reshape(-1)[0]) for n in beside} for w in now])
+        return now
+
+    history = []
+    sim, shape_of = start(), {spec.name: spec.shape for spec in specs}
+    ops = sim.run.ops("cpu")
+    first = {n: ops.reshape(array(ops, np.zeros(s), "float32"), s) for n, s in shape_of.items()}
+    sim.begin(first)
+    now = steps(sim, [first, first], at, 0)
+    saved = copy.deepcopy(sim.state_dict())
+    steps(sim, now, 16 - at, at)
+    equal = {name: [step + 1 for step, (a, b) in enumerate(history) if a[name] == b[name]] for name in beside}
+    # Meetings 1 and 2 are the warm-up, and 3 and 4 land two steps after steps 8 and 14.
+    assert equal == {"often": [1, 2, 10, 16], "rarely": [2, 16]}
+    other, expected = start(), history[at:]
+    other.begin(first)
+    other.load_state_dict(saved)
+    history = []
+    steps(other, now, 16 - at, at)
+    assert history == expected
+
+
+def test_what_accompanies_weights_needs_outer_steps():
+    with pytest.raises(ConfigError, match="tensor 'u': rounds is the number of meetings"):
+        grace.Simulation(2, [TensorSpec("w", (3,)), TensorSpec("u", (3,), rounds=1)], NONE)
+    with pytest.raises(ConfigError, match=r"does not know the states of an inner optimizer.*rounds=1"):
+        grace.Simulation(2, SHAPES, NONE, outer={"every": 2, "state": "average"})
+
+
 # --- checkpoints, errors and what users see -----------------------------------------------------------------------
 
 STREAMING = {"every": 6, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 2, "alpha": 0.5}
@@ -569,6 +660,7 @@ def test_presets_and_tables_say_the_same(name):
 
 def test_options_replace_those_of_a_preset():
     made = make_outer({"preset": "diloco", "every": 30, "momentum": 0.5})
+    assert make_outer({"state": {"exp_avg": 3}}).to_config()["state"] == {"exp_avg": 3}
     assert made == OuterSteps(outer_optimizers.make({"name": "sgd", "lr": 0.7, "momentum": 0.5, "nesterov": True}), 30)
     assert make_outer({"preset": "diloco", "optimizer": "average"}) == OuterSteps(outer_optimizers.make("average"), 500)
 
@@ -607,6 +699,10 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 20, "num_fragments": 2}, "'num_fragments' is 'fragments' here"),
         ({"every": 20, "error_decay": 0.9}, "'error_decay' is beta of the memory residual"),
         ({"every": 20, "should_quantize": True}, "'should_quantize' is a compressor"),
+        ({"every": 2, "state": "mean"}, "option 'state': expected"),
+        ({"every": 2, "state": {"exp_avg": 0}}, r"state\['exp_avg'\] is the number of meetings"),
+        ({"every": 2, "buffers": "mean"}, "option 'buffers': expected .*average"),
+        ({"every": 2, "optimizer_state_policy": "local"}, "'optimizer_state_policy' is 'state' here"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grace import Config, Simulation, compressors, make_config
+from grace import Config, Simulation, TensorSpec, compressors, make_config
 from tests.support.launch import TORCH, command
 from tests.support.ranks import forked
 
@@ -100,9 +100,9 @@ def test_configuration_files_of_the_configuration_page_are_valid(tmp_path):
         assert make_config(config.to_dict()) == config
 
 
-def papers() -> dict[str, str]:
-    """Return the configurations of the table of papers, as TOML."""
-    section = read("docs/communicators_and_memories.md").partition("\n## Configurations of papers\n")[2]
+def papers(page: str = "communicators_and_memories") -> dict[str, str]:
+    """Return the configurations of a page's table of papers, as TOML."""
+    section = read(f"docs/{page}.md").partition("\n## Configurations of papers\n")[2]
     rows = re.findall(r"^\| ([^|`]+) \| (`[^|]*`) \|", section.partition("\n## ")[0], re.MULTILINE)
     return {paper: "\n".join(re.findall(r"`([^`]+)`", cell)) for paper, cell in rows}
 
@@ -125,6 +125,27 @@ def test_the_table_of_papers_has_them_all():
     expected = "DoubleSqueeze, dist-EF-SGD, DORE, 1-bit Adam, STC, Ok-Topk, SparCML, gTop-k, HiTopKComm, ZeRO++, EF21, "
     expected += "dist-EF-blockSGD, GMC, ECQ-SGD, LoCo, SEGA, FedZip, C-Coll, parameter server, Optimus-CC, IBCD"
     assert list(papers()) == expected.split(", ")
+
+
+@pytest.mark.parametrize("paper", papers("outer_steps"))
+def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
+    """A simulation takes what the option `state` finds in an optimizer as tensors."""
+    (tmp_path / "grace.toml").write_text(papers("outer_steps")[paper], encoding="utf-8")
+    config = make_config(str(tmp_path / "grace.toml"))
+    states = {} if isinstance(config.outer.state, str) else dict(config.outer.state)
+    config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, state="local"))
+    specs = [TensorSpec("w", (64, 48)), *(TensorSpec(key, (3,), rounds=rounds) for key, rounds in states.items())]
+    simulation = Simulation(4, specs, config)
+    simulation.begin({spec.name: np.zeros(spec.shape, np.float32) for spec in specs})
+    draws = np.random.default_rng(0)
+    ranks = [{spec.name: draws.standard_normal(spec.shape).astype(np.float32) for spec in specs} for _ in range(4)]
+    for step in range(1, config.outer.phases[-1][1] * max(states.values(), default=1) + 1):
+        moved = [{name: x + np.float32(0.01 * rank) for name, x in own.items()} for rank, own in enumerate(ranks)]
+        ranks = simulation.step(moved)
+        met = simulation.stats()["outer"]["rounds"]
+        for name, rounds in {"w": 1, **states}.items():
+            together = all(np.array_equal(own[name], ranks[0][name]) for own in ranks)
+            assert together == (simulation.outers[0].state.met == step and met % rounds == 0), (step, name)
 
 
 def run(code, folder, ranks):

@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from grace.core.config.registry import build, fields_of, outer_optimizers
 from grace.core.errors import ConfigError, fold, nearest
@@ -40,6 +40,7 @@ _FOREIGN = {
     **dict.fromkeys(("outermomentum", "dilocooutermomentum", "blockmomentum", "slowmomentum"), "momentum"),
     **dict.fromkeys(("outeroptimizer", "method", "name"), "optimizer"),
     **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
+    **dict.fromkeys(("optimizerstatepolicy", "averageoptstatistics", "states"), "state"),
 }
 # The same, of options of the configuration.
 _ELSEWHERE = {
@@ -61,6 +62,9 @@ class OuterSteps:
     fragments steps. `delay` is the number of inner steps between sending a change and applying the result, which hides
     the exchange behind computation. `alpha` is the share of a rank's own weights in the weights after a meeting; 0
     takes the common ones. In the first `warmup` steps, all tensors meet after every step and take the plain mean.
+    `state` says what becomes of the states of the inner optimizer: they stay "local", the ranks take their "average",
+    or they are "reset" when their tensor has met; pairs (key, n) average the states of this key at every n-th meeting.
+    `buffers`, the running statistics of a model, become the "average", stay "local", or are those of the "first" rank.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -71,6 +75,8 @@ class OuterSteps:
     delay: int = 0
     alpha: float = 0.0
     warmup: int = 0
+    state: Literal["local", "average", "reset"] | tuple[tuple[str, int], ...] = "local"
+    buffers: Literal["average", "local", "first"] = "average"
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -84,6 +90,12 @@ class OuterSteps:
             raise ConfigError(
                 f"outer: alpha is the share of a rank's own weights and must lie in [0, 1], received {self.alpha!r}."
             )
+        for key, rounds in () if isinstance(self.state, str) else self.state:
+            if rounds < 1:
+                raise ConfigError(
+                    f"outer: state['{key}'] is the number of meetings between two means of this state, at least 1; "
+                    f"received {rounds!r}."
+                )
         self._check_phases()
 
     def _check_phases(self) -> None:
@@ -134,6 +146,15 @@ class OuterSteps:
         number, off = divmod(step - start, every // self.count)
         return () if off else ((number - 1) % self.count,)
 
+    def number(self, step: int, rounds: int) -> int:
+        """Return the number of the meeting of the last fragment after inner step `step`, from 1 on.
+
+        `rounds` is the number of meetings of any fragment before it.
+        """
+        if step <= self.warmup:
+            return rounds + 1
+        return self.warmup + (rounds - self.warmup) // self.count + 1
+
     def delay_after(self, step: int) -> int:
         """Return the inner steps between sending after inner step `step` and applying."""
         return 0 if step <= self.warmup else self.delay
@@ -172,6 +193,8 @@ class OuterSteps:
             values["every"] = {str(step): every for step, every in self.every}
         if not isinstance(self.fragments, int):
             values["fragments"] = [p if isinstance(p, str) else list(p) for p in self.fragments]
+        if not isinstance(self.state, str):
+            values["state"] = dict(self.state)
         return {"optimizer": outer_optimizers.config_of(self.optimizer), **values}
 
     def __str__(self) -> str:
@@ -188,6 +211,10 @@ class OuterSteps:
             parts.append(f"applied {self.delay} steps later")
         if self.alpha:
             parts.append(f"{self.alpha:g} of the rank's own weights kept")
+        if not isinstance(self.state, str):
+            parts += [f"mean of the states {key} every {n} meetings" for key, n in self.state]
+        elif self.state != "local":
+            parts.append(f"states: {self.state}")
         return "; ".join(parts)
 
 
@@ -243,6 +270,8 @@ def _from_table(values: Mapping[str, Any]) -> OuterSteps:
         )
     if "every" in own:
         own["every"] = _phases(own["every"])
+    if isinstance(own.get("state"), Mapping):
+        own["state"] = tuple(own["state"].items())
     if "fragments" in own and not isinstance(own["fragments"], int | str):
         own["fragments"] = tuple(tuple(p) if isinstance(p, list) else p for p in own["fragments"])
     return build(OuterSteps, {"optimizer": chosen, **own}, "outer")

@@ -280,7 +280,12 @@ def _fits(value: Any, hint: Any) -> bool:
         # Arrays compare element by element.
         return any(isinstance(value, type(choice)) and value == choice for choice in typing.get_args(hint))
     if origin is tuple:
-        return isinstance(value, (tuple, list)) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
+        if not isinstance(value, (tuple, list)):
+            return False
+        hints = typing.get_args(hint)
+        if hints[-1] is Ellipsis:
+            return all(_fits(v, hints[0]) for v in value)
+        return len(value) == len(hints) and all(map(_fits, value, hints))
     if hint in _INNER:
         return isinstance(value, (str, Mapping, hint))
     if hint is float:

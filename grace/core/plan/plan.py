@@ -254,7 +254,7 @@ def make_plan(
     `modules`, tensors of different modules share no bucket, and tensors are delegated only if all of them are.
     Raises ConfigError if two tensors have one name, IncompatibleError if a communicator cannot serve a memory.
     """
-    model_numel = sum(spec.numel for spec in specs)
+    model_numel = sum(spec.numel for spec in specs if not spec.rounds)
     items = [
         _assign(dataclasses.replace(spec, model_numel=model_numel), config, ranks, spec.name in holding, modules)
         for spec in specs
@@ -464,6 +464,8 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     rule = config.rule_for(spec)
     method = rule.method if rule else config.method
     unfit = "complex numbers stay dense" if spec.complex else method.compressor.unfit(spec)
+    if spec.rounds:
+        unfit = "accompanies the weights, and its mean stays dense"
     if unfit:
         method = dense_method()
     brought = modules.communicator if modules else None

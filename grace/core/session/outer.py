@@ -31,11 +31,36 @@ _MEAN = Average()
 
 
 def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
-    """Return the fragments of outer steps as modules of a run; None if all tensors meet at once."""
+    """Return what meets at a time as modules of a run; None if all tensors always meet together.
+
+    Raises ConfigError if tensors accompany weights that take no outer steps.
+    """
     if config.outer is None:
+        if names := [spec.name for spec in specs if spec.rounds]:
+            raise ConfigError(
+                f"tensor '{names[0]}': rounds is the number of meetings between two means, and without outer there are "
+                "none; set outer, or leave rounds out."
+            )
         return None
-    parts = config.outer.divide(specs)
-    return Modules({name: f"fragment {i}" for i, part in enumerate(parts) for name in part}) if len(parts) > 1 else None
+    members = _members(config.outer, specs)
+    return Modules({name: module for module, names in members.items() for name in names}) if len(members) > 1 else None
+
+
+def _members(outer: OuterSteps, specs: Sequence[TensorSpec]) -> dict[str, list[str]]:
+    """Return the tensors of each module: those of the fragments, and then what accompanies them, by its rounds."""
+    parts = outer.divide([spec for spec in specs if not spec.rounds])
+    beside: dict[str, list[str]] = {}
+    for spec in specs:
+        if spec.rounds:
+            beside.setdefault(_beside(spec.rounds), []).append(spec.name)
+    if len(parts) == 1 and not beside:
+        return {"": parts[0]}
+    return {**{f"fragment {i}": part for i, part in enumerate(parts)}, **beside}
+
+
+def _beside(rounds: int) -> str:
+    """Return the module of what accompanies the weights at every `rounds`-th meeting."""
+    return f"beside the weights, every {rounds}"
 
 
 def check_outer(config: Config, where: str, *, average: bool) -> None:
@@ -61,6 +86,15 @@ def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
         raise ConfigError(
             f"{where}: with local_steps and outer no gradients are exchanged, so {' and '.join(names)} would have no "
             "effect; leave it out. To accumulate gradients, call step() after several backward passes."
+        )
+
+
+def refuse_states(config: Config, where: str) -> None:
+    """Raise ConfigError if the states of an inner optimizer should meet, for a front end that does not know them."""
+    if config.outer is not None and config.outer.state != "local":
+        raise ConfigError(
+            f"{where}: it does not know the states of an inner optimizer, received state = {config.outer.state!r} in "
+            "outer; leave it out, and pass states that meet as TensorSpec(name, shape, rounds=1) where specs are taken."
         )
 
 
@@ -130,8 +164,10 @@ class OuterRun:
     def __init__(self, outer: OuterSteps, run: Run, specs: Sequence[TensorSpec]) -> None:
         self.outer, self._run = outer, run
         self._specs = {spec.name: spec for spec in specs}
-        parts = outer.divide(specs)
-        self._fragments = {f"fragment {i}" if len(parts) > 1 else "": part for i, part in enumerate(parts)}
+        #: The tensors that outer steps move, and not only average.
+        self._weights = [spec.name for spec in specs if not spec.rounds]
+        self._members = _members(outer, specs)
+        self._rounds = sorted({spec.rounds for spec in specs} - {0})
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
         self._started = False
@@ -168,7 +204,7 @@ class OuterRun:
         Raises StepError if weights are missing or unknown, or have another shape or dtype.
         """
         self._check(weights)
-        flat = {name: self._flat(name, weights) for name in self._specs}
+        flat = {name: self._flat(name, weights) for name in self._weights}
         kept = {name: self._first_state(name, x) for name, x in flat.items()}
         anchors = {name: self._ops(name).copy(x) for name, x in flat.items()}
         self.restore(OuterState(0, 0, 0, anchors, kept))
@@ -202,8 +238,9 @@ class OuterRun:
         due = self.outer.meetings(step)
         if due:
             changes = {
-                name: state.anchors[name] - self._flat(name, weights)
-                for name in self._tensors(due)
+                name: self._sent_of(name, weights)
+                for module in self._modules(step)
+                for name in self._members[module]
                 if name not in resting
             }
             flight, self._started = Flight(step, changes), False
@@ -239,6 +276,9 @@ class OuterRun:
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
         for name in flight.changes:
             change = self._ops(name).reshape(merged[name], (-1,))
+            if name not in anchors:
+                written[name] = change
+                continue
             anchors[name], kept[name], written[name] = self._meet(name, flight.sent, change, weights)
         new = state._replace(met=state.steps, rounds=state.rounds + 1, anchors=anchors, kept=kept, flight=None)
         return Landing(written, new, outcomes)
@@ -275,6 +315,11 @@ class OuterRun:
             self._run.discard()
         self._started = False
 
+    def _sent_of(self, name: str, weights: Mapping[str, Array]) -> Array:
+        """Return what this rank sends of a tensor: what its weights have moved, or the tensor itself."""
+        now = self._flat(name, weights)
+        return self.state.anchors[name] - now if name in self.state.anchors else self._ops(name).copy(now)
+
     def _meet(self, name: str, sent: int, change: Array, weights: Mapping[str, Array]) -> tuple[Array, State, Array]:
         """Return the anchor, the state and the weights of a tensor after a meeting whose changes were sent then."""
         ops, spec, state = self._ops(name), self._specs[name], self.state
@@ -303,7 +348,7 @@ class OuterRun:
         self._started = True
         for module in self._modules(flight.sent):
             step = self._run.current_of(module)
-            for name in self._fragments[module]:
+            for name in self._members[module]:
                 if name in flight.changes:
                     step.ready(name, self._shaped(name, flight.changes[name]))
                 else:
@@ -313,6 +358,8 @@ class OuterRun:
         """Return |d - mean d| / |mean d| and the cosine between d and mean d, over all tensors that have met."""
         sums = {"own": 0.0, "mean": 0.0, "both": 0.0}
         for name, change in own.items():
+            if name not in self.state.anchors:
+                continue
             ops = self._ops(name)
             a, b = (ops.cast(ops.reshape(x, (-1,)), "float64") for x in (change, mean[name]))
             for key, x in (("own", a * a), ("mean", b * b), ("both", a * b)):
@@ -364,20 +411,29 @@ class OuterRun:
         ops = self._ops(name)
         return self.outer.optimizer.init(ops, ops.cast(flat, self._specs[name].work_dtype))
 
-    def _modules(self, step: int) -> list[str]:
+    def _fragments(self, step: int) -> list[str]:
         """Return the modules of the fragments that meet after an inner step."""
-        modules = list(self._fragments)
+        modules = list(self._members)
         return [modules[i] for i in self.outer.meetings(step)]
 
-    def _tensors(self, fragments: Sequence[int]) -> list[str]:
-        parts = list(self._fragments.values())
-        return [name for i in fragments for name in parts[i]]
+    def _modules(self, step: int, rounds: int | None = None) -> list[str]:
+        """Return all modules that meet after an inner step, which follows as many meetings, or those until now.
+
+        What accompanies the weights meets with the last fragment.
+        """
+        fragments, meetings = self._fragments(step), self.outer.meetings(step)
+        if not meetings or meetings[-1] != self.outer.count - 1:
+            return fragments
+        number = self.outer.number(step, self.state.rounds if rounds is None else rounds)
+        return fragments + [_beside(every) for every in self._rounds if not number % every]
 
     def _fresh(self, state: OuterState) -> list[str]:
         """Return the tensors whose weights are their anchors: no inner step was taken since they have met."""
         if not state.steps:
-            return list(self._specs)
-        return self._tensors(self.outer.meetings(state.steps)) if self.outer.is_exact(state.steps) else []
+            return self._weights
+        if not self.outer.is_exact(state.steps):
+            return []
+        return [name for module in self._fragments(state.steps) for name in self._members[module]]
 
     @property
     def equal_arrays(self) -> dict[str, Array]:
@@ -411,11 +467,12 @@ class OuterRun:
         for key, count in counts.items():
             check_number(count, f"outer, {key}")
         zeros = {name: self._ops(name).zeros(spec.numel, spec.dtype) for name, spec in self._specs.items()}
-        anchors = self._loaded("anchors", state.get("anchors"), zeros, convert)
+        moved = {name: zeros[name] for name in self._weights}
+        anchors = self._loaded("anchors", state.get("anchors"), moved, convert)
         tables = check_mapping(state.get("kept"), "outer, kept")
-        _check_names("kept", tables, self._specs)
+        _check_names("kept", tables, moved)
         kept = dict[str, State]()
-        for name, zero in zeros.items():
+        for name, zero in moved.items():
             what, first = f"outer optimizer of '{name}'", self._first_state(name, zero)
             _check_arrays(what, check_mapping(tables[name], what), first)
             kept[name] = convert_state(what, tables[name], first, convert, self._ops(name))
@@ -424,7 +481,8 @@ class OuterRun:
             sent, changes = (check_mapping(state["flight"], "outer, flight").get(k) for k in ("sent", "changes"))
             check_number(sent, "outer, flight, sent", 1)
             sending = check_mapping(changes, "outer, changes")
-            meeting = self._tensors(self.outer.meetings(int(str(sent))))
+            modules = self._modules(int(str(sent)), int(str(counts["rounds"])))
+            meeting = [name for module in modules for name in self._members[module]]
             expected = {name: zeros[name] for name in meeting if name in sending}
             flight = Flight(int(str(sent)), self._loaded("changes", sending, expected, convert))
         steps, met, rounds = (int(str(count)) for count in counts.values())

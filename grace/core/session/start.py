@@ -114,11 +114,11 @@ class Session(Handshake):
         not, and the configuration has some.
         """
         config, transport = self.config, self.transport
-        if not outer:
-            refuse_outer(config, self._where)
-        elif config.outer is not None:
+        if outer:
             check_outer(config, self._where, average=average)
             modules = fragments_of(config, specs)
+        else:
+            refuse_outer(config, self._where)
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
         self.local.update(describe(config, specs, [plan for _, plan in plans], ops))
         run = Run(
@@ -178,7 +178,10 @@ def describe(
     """Return what must be equal on all ranks in every adapter: configuration, tensors and formats."""
     return {
         "configuration": config.to_dict(),
-        "parameters": {spec.name: [list(spec.shape), spec.dtype] for spec in specs},
+        "parameters": {
+            spec.name: [list(spec.shape), spec.dtype, *([f"every {spec.rounds} meetings"] if spec.rounds else [])]
+            for spec in specs
+        },
         "formats": formats(plans, ops),
     }
 

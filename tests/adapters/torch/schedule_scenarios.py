@@ -252,6 +252,104 @@ def outer_steps() -> dict[str, Any]:
     return results
 
 
+def _normed() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        # A bias before BatchNorm would have gradients of rounding errors only, which Adam blows up.
+        first = torch.nn.Linear(20, 16, bias=False)
+        return torch.nn.Sequential(first, torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+
+
+def _adam_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + rank)) + rank
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def _everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [optimizer.state.get(p, {}) for p in model.parameters()]
+    arrays = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq") if key in state]
+    return [x.detach().clone() for x in (*model.parameters(), *model.buffers(), *arrays) if x.is_floating_point()]
+
+
+# The options of `state` and `buffers`, and by state the number of meetings between two means.
+BESIDE = {
+    "periods": ({"state": {"exp_avg": 1, "exp_avg_sq": 2}, "buffers": "local"}, {"exp_avg": 1, "exp_avg_sq": 2}),
+    "average": ({"state": "average"}, {"exp_avg": 1, "exp_avg_sq": 1}),
+    "reset": ({"state": "reset", "buffers": "first"}, {}),
+}
+
+
+def outer_beside() -> dict[str, Any]:
+    """Let states of AdamW and statistics of BatchNorm meet as well; compare with all ranks trained by hand."""
+    results: dict[str, Any] = {}
+    for name, (options, rounds) in BESIDE.items():
+        models = [_normed() for _ in range(world_size())]
+        inner = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        outer = {"every": 2, **options}
+        wrapped, registered = _normed(), _normed()
+        given = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+        named = [*wrapped.named_parameters(), *wrapped.named_buffers()]
+        optimizer = grace.torch.DistributedOptimizer(given, named, {"compressor": "none"}, outer=outer)
+        other = torch.optim.AdamW(registered.parameters(), lr=0.01)
+        exchange = grace.torch.register(registered, {"compressor": "none"}, outer=outer, optimizer=other)
+        off, saved = [], []
+        for step in range(9):
+            saved.append(copy.deepcopy([wrapped.state_dict(), optimizer.state_dict()]))
+            for rank, (model, own) in enumerate(zip(models, inner, strict=True)):
+                _adam_step(model, own, step, rank)
+            if step % 2:
+                for row in zip(*(model.parameters() for model in models), strict=True):
+                    mean = sum(p.detach() for p in row) / len(row)
+                    for p, own in zip(row, inner, strict=True):
+                        p.data.copy_(mean)
+                        if name == "reset":
+                            own.state.pop(p)
+                    for key, every in rounds.items():
+                        if (step // 2 + 1) % every == 0:
+                            states = [own.state[p] for p, own in zip(row, inner, strict=True)]
+                            mean = sum(state[key] for state in states) / len(states)
+                            for state in states:
+                                state[key].copy_(mean)
+                for row in zip(*(model[1].buffers() for model in models), strict=True):
+                    if row[0].is_floating_point() and name != "periods":
+                        mean = row[0].clone() if name == "reset" else sum(row) / len(row)
+                        for buffer in row:
+                            buffer.copy_(mean)
+            expected = _everything(models[my_rank()], inner[my_rank()])
+            for model, own in ((wrapped, optimizer), (registered, other)):
+                _adam_step(model, own, step, my_rank())
+                pairs = zip(_everything(model, own), expected, strict=True)
+                off.append(max(float((a - b).abs().max()) for a, b in pairs))
+        resumed = []
+        for start in (2, 3, 7):
+            model = _normed()
+            again = torch.optim.AdamW(model.parameters(), lr=0.01)
+            grace.torch.register(model, {"compressor": "none"}, outer=outer, optimizer=again)
+            model.load_state_dict(saved[start][0])
+            again.load_state_dict(saved[start][1])
+            for step in range(start, 9):
+                _adam_step(model, again, step, my_rank())
+            resumed.append(digest(_everything(model, again)) == digest(_everything(wrapped, optimizer)))
+        report = exchange.report()
+        results[name] = {"off": max(off), "resumed": resumed, "report": report}
+    net = _normed()
+    calls = {
+        "unknown state": lambda: grace.torch.register(
+            net, {"compressor": "none"}, outer={"state": {"exp_av": 2}}, optimizer=torch.optim.Adam(net.parameters())
+        ),
+        "no state": lambda: grace.torch.register(
+            net, {"compressor": "none"}, outer={"state": "average"}, optimizer=torch.optim.SGD(net.parameters())
+        ),
+        "no step": lambda: grace.torch.register(
+            net, {"compressor": "none"}, outer={"state": "average"}, optimizer=torch.optim.SparseAdam(net.parameters())
+        ),
+    }
+    results["errors"] = {name: outcome(call) for name, call in calls.items()}
+    return results
+
+
 def outer_discarded() -> dict[str, Any]:
     """Drop what is on its way and all steps since the last meeting; the next steps are those of a fresh run."""
     config, outer = OUTER["streaming"]
