@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import struct
 import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -65,7 +66,8 @@ class OrderedTransport(HandshakeTransport):
     Before each collective the ranks exchange headers that describe it; if they differ, every rank raises MismatchError
     and no data move. Headers and data need channels of their own, such as two communicators: within each, all ranks
     follow the order of starting, and a rank that is behind may still exchange headers. A collective advances during
-    calls of the transport, and in between if the library calls `advance` from a thread of its own.
+    calls of the transport, and in between if the library calls `advance` from a thread of its own. `join_waits` is
+    for ranks that use several transports in a step.
     """
 
     ordered = True
@@ -76,6 +78,15 @@ class OrderedTransport(HandshakeTransport):
         # Held while collectives advance. `_missed` says that a phase was done meanwhile.
         self._advancing = threading.Lock()
         self._missed = False
+        self._beside: weakref.WeakSet[OrderedTransport] = weakref.WeakSet()
+
+    def join_waits(self, other: OrderedTransport) -> None:
+        """Let a failure of either transport end waits at both, until one is closed.
+
+        A rank whose step has failed at one transport starts nothing more at the other.
+        """
+        self._beside.add(other)
+        other._beside.add(self)
 
     # --- what the library does --------------------------------------------------------------------------------------
 
@@ -199,6 +210,12 @@ class OrderedTransport(HandshakeTransport):
                 handle.advance(limit)
                 limit = limit if handle.done else min(limit, handle.phase)
 
+    def _leave_others(self) -> None:
+        """End what `join_waits` began."""
+        for other in tuple(self._beside):
+            other._beside.discard(self)
+        self._beside.clear()
+
     def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
         """Note that no collective can go on, and return the error that says why."""
         self._failure = error
@@ -207,6 +224,8 @@ class OrderedTransport(HandshakeTransport):
     def _until_done(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
         def step() -> bool:
             self._progress()
+            for other in tuple(self._beside):
+                other._progress()
             return done()
 
         if not done():

@@ -40,6 +40,8 @@ class Delegated:
     def _open(self, what: str) -> ProcessGroupTransport:
         transport = self._connect(what)
         transport.explain = self._explain
+        assert isinstance(self._run.transport, ProcessGroupTransport)
+        transport.join_waits(self._run.transport)
         return transport
 
     def _open_early(self) -> ProcessGroupTransport | None:

@@ -173,6 +173,7 @@ class ProcessGroupTransport(OrderedTransport):
 
     def close(self) -> None:
         """Close the connections to other ranks; no collective can be started afterwards."""
+        self._leave_others()
         self._disconnect()
         self._failure = StepError("the transport is closed and cannot start a collective; create another one.")
 

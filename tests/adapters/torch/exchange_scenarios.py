@@ -201,6 +201,18 @@ def ranks_of_nodes() -> dict[str, Any]:
     return results
 
 
+def fails_beside() -> dict[str, str]:
+    """Differ at one of two transports, and wait at the other, where rank 0 starts nothing more; return the errors."""
+    first, second = (ProcessGroupTransport(timeout=10) for _ in "ab")
+    first.join_waits(second)
+    differs = second.allgather(torch.ones(2), name=f"differs on {my_rank()}")
+    waited = outcome(differs.wait if my_rank() == 0 else first.allgather(torch.ones(2), name="alone").wait)
+    dist.barrier()
+    first.discard()
+    second.close()
+    return {"waited": waited, "after": outcome(first.allgather(torch.ones(2), name="all").wait)}
+
+
 def data_without_calls() -> list[bool]:
     """Start collectives and call the transport no more: return whether the data of each start, and all arrive."""
     transport, found = transport_of(everyone()), []

@@ -212,6 +212,13 @@ def test_data_start_while_the_program_computes(launch):
     assert all(rank == [True] * 4 for rank in scenario("data_without_calls", launch))
 
 
+@on(Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4))
+def test_a_failure_at_one_transport_ends_a_wait_at_the_other(launch):
+    for rank in scenario("fails_beside", launch):
+        assert rank["waited"].startswith("MismatchError"), rank
+        assert rank["after"] == ""
+
+
 @on(Launch(TORCH, "mpirun", 2), Launch(TORCH, "horovodrun-gloo", 4), Launch(TORCH, "torchrun", 4), usual=LAUNCHES)
 def test_halves_are_added_in_float32_and_rounded_once(launch):
     half_precision.check_sets(scenario("half_sums", launch))
