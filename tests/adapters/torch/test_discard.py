@@ -101,8 +101,8 @@ def test_a_rank_that_waits_says_for_what_and_ends(launch):
     ranks = scenario("waits", launch)
     assert same([rank.pop("weights") for rank in ranks])
     transport = "all ranks to make their transport, as " if launch == TORCHRUN else ""
-    # The first case ends with discard(). After that, torch.distributed first connects for the dense gradients.
-    next_step = "step 1, the gradient of '" if launch == TORCHRUN else "the first step after discard() (collective '"
+    # The first case ends with discard(), after which the ranks first compare themselves.
+    next_step = "the first step after discard() (collective '"
     for label, waiting, words in (
         *(
             ()
