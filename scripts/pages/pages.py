@@ -34,6 +34,7 @@ import recommended  # noqa: F401
 import reference  # noqa: F401
 import report_tasks  # noqa: F401
 import step_time  # noqa: F401
+import study_findings  # noqa: F401
 import study_tables  # noqa: F401
 import timeline  # noqa: F401
 from PIL import Image

@@ -22,6 +22,7 @@ MORE = {"versions": {"numpy": "2", "mlxtend": "3"}}
 def study_tables():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(ROOT / "scripts" / "pages"), *sys.path])
+        importlib.import_module("study_findings")
         yield importlib.import_module("study_tables")
 
 
@@ -29,8 +30,12 @@ def study_tables():
 def table(study_tables, monkeypatch):
     """Return a function that writes a block from made-up results; it returns cells by the first of their row."""
 
-    def write(name, results):
+    def clear():
         study_tables.found.cache_clear()
+        sys.modules["study_findings"].compared.cache_clear()
+
+    def write(name, results):
+        clear()
         monkeypatch.setattr(study_tables, "runs", lambda: [{**result, **MORE} for result in results])
         kind, *arguments = name.split()
         registry = sys.modules["registry"]
@@ -39,7 +44,7 @@ def table(study_tables, monkeypatch):
         return {row[0]: row[1:] for row in rows}, [line for line in lines if line and not line.startswith("|")]
 
     yield write
-    study_tables.found.cache_clear()
+    clear()
 
 
 def test_a_table_has_the_tasks_of_an_optimizer_and_the_best_method_first(table):
@@ -114,6 +119,39 @@ def test_the_bytes_of_thresholds_are_those_of_topk_times_something(study_tables,
     assert rows["method"] == ["`mf`: bytes", "`mf`: quality"]
     assert rows["`topk`"] == ["1.00", "100.0 (90.0 to 110.0)"]
     assert rows[f"`{EQUAL}`"][0] == "1.50"
+
+
+def test_each_finding_of_a_paper_has_a_row(table):
+    slow = [run(name, 0.1, exchange=1.0) for name in ("qsgd", "eden", "topk", "natural", "uniform")]
+    rows, _ = table("study-findings GRACE", [*dense(), *slow])
+    assert rows["V-D, Fig. 8"][1:] == [
+        "reproduced",
+        "codecs add 20000 % of the computation of a step (median), on one core",
+    ]
+    assert rows["V-E, Fig. 10"][1] == "not reproduced"
+    assert rows["V-E, Fig. 9"][1] == "not tested"
+    assert "Fig. 1, 3" in table("study-findings hard threshold", slow)[0]
+
+
+def test_cells_that_are_faster_than_uncompressed_training_are_counted(table):
+    results = [*dense(), *dense("cnn"), run("qsgd", 0.1), run("eden", 0.1, exchange=9.0), run("topk", 0.5, task="cnn")]
+    rows, _ = table("study-faster", results)
+    assert rows["1 Gbit/s"] == ["95 %", "0 of 3 (0 %)", "2 of 3 (67 %)", "0 of 1 (0 %)", "1 of 1 (100 %)"]
+    rows, _ = table("study-links", results)
+    # 6 messages of 25 us and 1,500 bytes, and 5 ms of computation or a hundredth of it.
+    assert rows["`mf`"] == ["1", "3 %", "3 %", "76 %", "75 %"]
+
+
+def test_methods_are_grouped_by_what_they_gain_from_feedback(table):
+    results = [*dense(), *dense("ncf"), run("topk", 0.1), run("topk, no feedback", 0.2)]
+    results += [run("terngrad", 0.1), run("terngrad, feedback", 0.2)]
+    results += [run("terngrad", 0.4, task="ncf"), run("terngrad, feedback", 0.5, task="ncf")]
+    results += [run("qsgd", 0.1), run("qsgd, feedback", 0.11), run("eden", 0.1), run("eden, feedback", 0.2)]
+    rows, _ = table("study-gains", results)
+    assert rows["gain on all tasks that tell"] == ["`topk`"]
+    assert rows["gain on some, lose on others"] == ["`terngrad`"]
+    assert rows["lose"] == ["`eden`"]
+    assert rows["differ by no more than the noise"] == ["`qsgd`"]
 
 
 @pytest.mark.parametrize("page", ["accuracy", "adam", "hard_threshold", "mls_bench"])
