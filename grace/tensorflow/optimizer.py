@@ -185,9 +185,9 @@ def _check_passes(optimizer: Any, passes: int) -> None:
 
 
 def _check_outer(optimizer: Any, exchange: Exchange, passes: int) -> None:
-    check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average)
     refuse_states(exchange.config, _WHERE)
     check_graph(exchange.config.outer, _WHERE)
+    check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average, size=exchange.size)
     refuse_arguments_of_gradients(
         _WHERE,
         backward_passes_per_step=passes != 1,

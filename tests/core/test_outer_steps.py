@@ -461,6 +461,75 @@ def test_what_accompanies_the_weights_meets_with_the_last_fragment(at, framework
     assert history == expected
 
 
+@every_framework
+def test_a_weighted_mean_over_a_part_of_the_ranks_is_federated_averaging(framework):
+    """Against the paper's sum in float64; whoever is out starts from the new weights, too."""
+    weight, ranks = [600, 200, 100, 50, 50], 5
+    outer = {"every": 2, "participation": 0.5, "weight": weight}
+    training = Training(outer, ranks=ranks, framework=framework)
+    drawn = []
+    for _ in range(12):
+        inside = [rank for rank in range(ranks) if training.sim.stats(rank)["outer"]["participates"]]
+        training.step()
+        own = [
+            {n: training.inner(rank, n, x, training.steps) for n, x in training.values(rank).items()}
+            for rank in range(ranks)
+        ]
+        training.step()
+        assert training.equal_tensors() == set(SHAPES)
+        total = sum(weight[rank] for rank in inside)
+        assert_close(
+            training.values(),
+            {n: sum(weight[r] / total * own[r][n].astype(np.float64) for r in inside) for n in SHAPES},
+        )
+        drawn.append(tuple(inside))
+    assert all(len(inside) == 3 for inside in drawn)
+    assert len(set(drawn)) > 4
+    assert {rank for inside in drawn for rank in inside} == set(range(ranks))
+    other = Training({**outer, "weight": [1.0] * ranks}, ranks=ranks, seed=1)
+    other.step()
+    assert [other.sim.stats(rank)["outer"]["participates"] for rank in range(ranks)].count(True) == 3
+
+
+@pytest.mark.parametrize("participation", [0.5, 1.0])
+def test_quantized_changes_of_some_or_all_ranks_are_fedpaq_and_pqasgd(participation):
+    """Per element, qsgd rounds by at most one of 127 levels of the norm of what a rank has moved."""
+    training = Training(
+        {"every": 2, "participation": participation}, {"compressor": "qsgd", "default_rules": False}, ranks=4
+    )
+    for _ in range(4):
+        before = training.values()
+        inside = [rank for rank in range(4) if training.sim.stats(rank)["outer"]["participates"]]
+        training.step()
+        own = [{n: training.inner(r, n, x, training.steps) for n, x in training.values(r).items()} for r in range(4)]
+        training.step()
+        assert training.equal_tensors() == set(SHAPES)
+        for name, found in training.values().items():
+            bound = sum(np.linalg.norm(own[r][name] - before[name]) for r in inside) / len(inside) / 127
+            apart = np.abs(found - sum(own[r][name] for r in inside) / len(inside))
+            assert (apart <= bound + 1e-6).all(), name
+
+
+@every_framework
+def test_who_is_out_keeps_the_residual_and_sends_a_header(framework):
+    config = {"compressor": "threshold", "threshold": 0.2, "default_rules": False}
+    training = Training({"every": 1, "participation": 0.5}, config, ranks=2, framework=framework, shapes={"w": (40, 8)})
+    training.sim.track_norms = True
+    sent = {True: [], False: []}
+    for _ in range(8):
+        inside = [training.sim.stats(rank)["outer"]["participates"] for rank in range(2)]
+        held = [
+            [host(training.ops, x) for s in run.memories().values() for x in s.values()] for run in training.sim.runs
+        ]
+        training.step()
+        for rank, run in enumerate(training.sim.runs):
+            now = [host(training.ops, x) for s in run.memories().values() for x in s.values()]
+            same = all((a == b).all() for a, b in zip(held[rank], now, strict=True))
+            assert same == (not inside[rank])
+            sent[inside[rank]].append(training.sim.stats(rank)["wire_bytes"])
+    assert max(sent[False]) <= 16 < min(sent[True])
+
+
 def test_what_accompanies_weights_needs_outer_steps():
     with pytest.raises(ConfigError, match="tensor 'u': rounds is the number of meetings"):
         grace.Simulation(2, [TensorSpec("w", (3,)), TensorSpec("u", (3,), rounds=1)], NONE)
@@ -620,6 +689,7 @@ def test_statistics_say_how_far_the_ranks_were_apart():
         "bytes_per_step": 0,
         "distance": None,
         "cosine": None,
+        "participates": True,
     }
     training.step(5)
     found = training.sim.stats()["outer"]
@@ -703,6 +773,11 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 2, "state": {"exp_avg": 0}}, r"state\['exp_avg'\] is the number of meetings"),
         ({"every": 2, "buffers": "mean"}, "option 'buffers': expected .*average"),
         ({"every": 2, "optimizer_state_policy": "local"}, "'optimizer_state_policy' is 'state' here"),
+        ({"every": 2, "participation": 0.0}, "participation is a share of the ranks"),
+        ({"every": 2, "weight": [1, 0]}, "each weight must be positive"),
+        ({"every": 2, "participation": 0.5, "delay": 1}, "must be applied at once; leave delay = 1 out"),
+        ({"every": 2, "weight": [1, 2], "buffers": "first"}, "the first rank may be out of a meeting"),
+        ({"every": 2, "fraction_fit": 0.1}, "'fraction_fit' is 'participation' here"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),
@@ -736,6 +811,12 @@ def test_what_cannot_be_combined_is_refused():
         Training({"every": 2}, average=False)
     with pytest.raises(ConfigError, match="already includes the learning rate"):
         Training({"every": 2}, {"compressor": "topk", "lr_correction": True})
+    with pytest.raises(ConfigError, match="outer has 3 numbers as weight, and there are 2 ranks"):
+        Training({"every": 2, "weight": [1, 2, 3]})
+    with pytest.raises(ConfigError, match="with participation below 1, some ranks contribute nothing"):
+        Training({"every": 2, "participation": 0.5}, {"compressor": "topk", "memory": "diana"})
+    with pytest.raises(ConfigError, match=r"need the mean of what all ranks send, and SignSGD.* takes none"):
+        Training({"every": 2, "weight": [1, 2]}, {"compressor": "signsgd"})
     dgc = {**TOPK, "memory": "dgc", "clipping_norm": "all", "gradient_clipping": 1.0}
     with pytest.raises(IncompatibleError, match="fragments of outer steps"):
         Training({"every": 2, "fragments": 2}, dgc)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,6 +41,8 @@ _FOREIGN = {
     **dict.fromkeys(("outerlr", "dilocoouterlr", "slowlr"), "lr"),
     **dict.fromkeys(("outermomentum", "dilocooutermomentum", "blockmomentum", "slowmomentum"), "momentum"),
     **dict.fromkeys(("outeroptimizer", "method", "name"), "optimizer"),
+    **dict.fromkeys(("clientfraction", "fraction", "fractionfit", "samplerate"), "participation"),
+    **dict.fromkeys(("weights", "numsamples", "samples", "numexamples"), "weight"),
     **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
     **dict.fromkeys(("optimizerstatepolicy", "averageoptstatistics", "states"), "state"),
 }
@@ -65,6 +69,8 @@ class OuterSteps:
     `state` says what becomes of the states of the inner optimizer: they stay "local", the ranks take their "average",
     or they are "reset" when their tensor has met; pairs (key, n) average the states of this key at every n-th meeting.
     `buffers`, the running statistics of a model, become the "average", stay "local", or are those of the "first" rank.
+    `participation` is the share of the ranks, rounded up, that contribute to a meeting; they are drawn each time.
+    `weight` has a number per rank for the mean, such as that of its samples; without it, all are equal.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -77,6 +83,8 @@ class OuterSteps:
     warmup: int = 0
     state: Literal["local", "average", "reset"] | tuple[tuple[str, int], ...] = "local"
     buffers: Literal["average", "local", "first"] = "average"
+    participation: float = 1.0
+    weight: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -96,7 +104,26 @@ class OuterSteps:
                     f"outer: state['{key}'] is the number of meetings between two means of this state, at least 1; "
                     f"received {rounds!r}."
                 )
+        self._check_shares()
         self._check_phases()
+
+    def _check_shares(self) -> None:
+        if not 0 < self.participation <= 1:
+            raise ConfigError(
+                f"outer: participation is a share of the ranks, above 0 and at most 1; received {self.participation!r}."
+            )
+        if any(weight <= 0 for weight in self.weight):
+            raise ConfigError(f"outer: each weight must be positive, received {list(self.weight)}.")
+        if self.participation < 1 and self.delay:
+            raise ConfigError(
+                f"outer: with participation = {self.participation:g}, a change must be applied at once; leave "
+                f"delay = {self.delay} out."
+            )
+        if self.buffers == "first" and not self.is_plain_mean:
+            raise ConfigError(
+                "outer: the first rank may be out of a meeting, or have a weight of its own; set buffers = 'average' "
+                "or 'local' with participation and weight."
+            )
 
     def _check_phases(self) -> None:
         phases = self.phases
@@ -145,6 +172,23 @@ class OuterSteps:
         start, every = next((start, every) for start, every in reversed(self.phases) if start < step)
         number, off = divmod(step - start, every // self.count)
         return () if off else ((number - 1) % self.count,)
+
+    @property
+    def is_plain_mean(self) -> bool:
+        """True if all ranks contribute to all meetings, with equal weights."""
+        return self.participation == 1 and not self.weight
+
+    def factor(self, step: int, rounds: int, rank: int, size: int, seed: int) -> float:
+        """Return the factor on what a rank contributes to the plain mean of a meeting; 0 if it is out.
+
+        `step` is the inner step that it follows, and `rounds` the number of meetings before it.
+        """
+        if self.is_plain_mean or step <= self.warmup:
+            return 1.0
+        order = sorted(range(size), key=lambda r: hashlib.sha256(f"{seed}/{rounds}/{r}".encode()).digest())
+        inside = order[: math.ceil(self.participation * size - 1e-9)]
+        weight = self.weight or (1.0,) * size
+        return weight[rank] * size / math.fsum(weight[r] for r in inside) if rank in inside else 0.0
 
     def number(self, step: int, rounds: int) -> int:
         """Return the number of the meeting of the last fragment after inner step `step`, from 1 on.
@@ -195,6 +239,7 @@ class OuterSteps:
             values["fragments"] = [p if isinstance(p, str) else list(p) for p in self.fragments]
         if not isinstance(self.state, str):
             values["state"] = dict(self.state)
+        values["weight"] = list(self.weight)
         return {"optimizer": outer_optimizers.config_of(self.optimizer), **values}
 
     def __str__(self) -> str:
@@ -215,6 +260,10 @@ class OuterSteps:
             parts += [f"mean of the states {key} every {n} meetings" for key, n in self.state]
         elif self.state != "local":
             parts.append(f"states: {self.state}")
+        if self.participation < 1:
+            parts.append(f"{self.participation:g} of the ranks contribute")
+        if self.weight:
+            parts.append("weights of the ranks: " + ", ".join(f"{weight:g}" for weight in self.weight))
         return "; ".join(parts)
 
 

@@ -60,7 +60,7 @@ class Exchange(ABC):
         self._specs, self._runs, self._ops = specs, runs, ops
         self._delegate, self._world = delegate, world
         #: The outer steps of the runs, if the ranks step on their own.
-        self.outers = [] if config.outer is None else [OuterRun(config.outer, run, specs) for run in runs]
+        self.outers = [] if config.outer is None else [OuterRun(config.outer, run, specs, config.seed) for run in runs]
         #: The configuration before each call of `change`.
         self.history: list[Config] = []
         #: The optimizers that apply the merged gradients, as far as they are known.

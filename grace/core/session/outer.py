@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from grace.core.config.config import Config
+from grace.core.config.config import Config, Method
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.ops.composites import ArrayOps
@@ -63,7 +63,7 @@ def _beside(rounds: int) -> str:
     return f"beside the weights, every {rounds}"
 
 
-def check_outer(config: Config, where: str, *, average: bool) -> None:
+def check_outer(config: Config, where: str, *, average: bool, size: int) -> None:
     """Raise ConfigError if outer steps cannot be combined with the rest of a configuration, or with sums."""
     if config.outer is None:
         return
@@ -72,12 +72,32 @@ def check_outer(config: Config, where: str, *, average: bool) -> None:
             f"{where}: local_steps and outer average the change of the weights and need the mean as op, received a "
             "sum; leave op out."
         )
+    weights = len(config.outer.weight)
+    if weights and weights != size:
+        raise ConfigError(f"{where}: outer has {weights} numbers as weight, and there are {size} ranks; pass one each.")
+    methods = [*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)]
+    shared = [method.memory for method in methods if method.memory.across_ranks != "apart"]
+    if shared and config.outer.participation < 1:
+        raise ConfigError(
+            f"{where}: with participation below 1, some ranks contribute nothing, and {shared[0]} must follow all of "
+            "them; use the memory residual or none."
+        )
+    counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
+    if counting and not config.outer.is_plain_mean:
+        raise ConfigError(
+            f"{where}: participation and weight need the mean of what all ranks send, and {counting[0]} takes none; "
+            "use another one, or leave them out."
+        )
     needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
     if needing:
         raise ConfigError(
             f"{where}: with local_steps or outer, the residual already includes the learning rate, and {needing[0]} "
             "would correct it for the learning rate again; leave lr_correction out."
         )
+
+
+def _takes_mean(method: Method) -> bool:
+    return method.compressor.averages and not method.communicator.reduces
 
 
 def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
@@ -161,8 +181,8 @@ class OuterRun:
     after it; what `receive(weights)` returns are weights to write. `weights` has all tensors by name.
     """
 
-    def __init__(self, outer: OuterSteps, run: Run, specs: Sequence[TensorSpec]) -> None:
-        self.outer, self._run = outer, run
+    def __init__(self, outer: OuterSteps, run: Run, specs: Sequence[TensorSpec], seed: int) -> None:
+        self.outer, self._run, self._seed = outer, run, seed
         self._specs = {spec.name: spec for spec in specs}
         #: The tensors that outer steps move, and not only average.
         self._weights = [spec.name for spec in specs if not spec.rounds]
@@ -320,6 +340,11 @@ class OuterRun:
         now = self._flat(name, weights)
         return self.state.anchors[name] - now if name in self.state.anchors else self._ops(name).copy(now)
 
+    def _factor(self, step: int) -> float:
+        """Return the factor on this rank's contribution to the next meeting, if that is after an inner step."""
+        transport = self._run.transport
+        return self.outer.factor(step, self.state.rounds, transport.rank, transport.size, self._seed)
+
     def _meet(self, name: str, sent: int, change: Array, weights: Mapping[str, Array]) -> tuple[Array, State, Array]:
         """Return the anchor, the state and the weights of a tensor after a meeting whose changes were sent then."""
         ops, spec, state = self._ops(name), self._specs[name], self.state
@@ -346,13 +371,17 @@ class OuterRun:
                 self._run.poll()
             return
         self._started = True
+        factor = self._factor(flight.sent)
         for module in self._modules(flight.sent):
             step = self._run.current_of(module)
             for name in self._members[module]:
-                if name in flight.changes:
-                    step.ready(name, self._shaped(name, flight.changes[name]))
-                else:
+                if name not in flight.changes:
                     step.rest(name)
+                elif not factor:
+                    step.rest(name, alone=True)
+                else:
+                    x = self._shaped(name, flight.changes[name])
+                    step.ready(name, x if factor == 1 else x * self._ops(name).cast(factor, self._specs[name].dtype))
 
     def _spread_of(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> dict[str, float | None]:
         """Return |d - mean d| / |mean d| and the cosine between d and mean d, over all tensors that have met."""
@@ -377,11 +406,13 @@ class OuterRun:
 
         `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last
         meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
-        from the others. Both are None unless `track_norms` was set.
+        from the others. Both are None unless `track_norms` was set. `participates` is False if this rank will
+        contribute nothing to the next meeting, and need not train until then.
         """
         state = self.state
         sent = self._sent / self._taken if self._taken else 0.0
-        return {"steps": state.steps, "rounds": state.rounds, "bytes_per_step": sent, **self._spread}
+        counts = {"steps": state.steps, "rounds": state.rounds, "bytes_per_step": sent}
+        return {**counts, **self._spread, "participates": self._factor(state.steps + 1) > 0}
 
     # --- what belongs where -----------------------------------------------------------------------------------------
 

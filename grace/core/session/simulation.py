@@ -220,7 +220,7 @@ class Simulation(Exchange):
         size = operator.index(size)
         refuse_typos(options, type(self), "Simulation")
         made = make_config(config, **options)
-        check_outer(made, "Simulation", average=average)
+        check_outer(made, "Simulation", average=average, size=size)
         refuse_states(made, "Simulation")
         specs = as_specs(tensors)
         modules = fragments_of(made, specs)

@@ -115,7 +115,7 @@ class Session(Handshake):
         """
         config, transport = self.config, self.transport
         if outer:
-            check_outer(config, self._where, average=average)
+            check_outer(config, self._where, average=average, size=transport.size)
             modules = fragments_of(config, specs)
         else:
             refuse_outer(config, self._where)

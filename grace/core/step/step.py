@@ -82,6 +82,8 @@ class Step:
         self._begun: set[str] = set()
         # The tensors of `rest`, and by unit the memories before the step of those without a gradient.
         self._resting: set[str] = set()
+        # Those of them that may rest on this rank only.
+        self._alone: set[str] = set()
         self._kept: dict[str, State] = {}
         # Of the buckets that are completed: new states, what compressors learn from, and notes.
         self._new: dict[str, UnitStates] = {}
@@ -132,14 +134,17 @@ class Step:
             )
         self._take(item, parts, None)
 
-    def rest(self, name: str, lr: Any = None) -> None:
+    def rest(self, name: str, lr: Any = None, *, alone: bool = False) -> None:
         """Let a tensor that trains on no rank take part with zeros; its memories are not sent, and stay as they are.
 
-        Call it in place of `ready`, on all ranks. If only some do, `finish` raises MismatchError.
+        Call it in place of `ready`, on all ranks. If only some do, `finish` raises MismatchError, unless they say that
+        they may be `alone`: then no memory of the tensor may be joint or equal.
         """
         item = self._item(name)
         self._keep_memories(name)
         self._resting.add(name)
+        if alone:
+            self._alone.add(name)
         self._take(item, [self._ops(item.spec.device).zeros(item.spec.numel, item.spec.dtype)], lr)
 
     def _item(self, name: str) -> Assignment:
@@ -315,7 +320,8 @@ class Step:
 
     def _stamp(self, bucket: Bucket) -> Any:
         """Return a number that must be equal on all ranks: it depends on the step and on the tensors that rest."""
-        resting = sorted({piece.tensor for unit in bucket.units for piece in unit.pieces} & self._resting)
+        tensors = {piece.tensor for unit in bucket.units for piece in unit.pieces}
+        resting = sorted(tensors & (self._resting - self._alone))
         return self.number ^ zlib.crc32(repr(resting).encode()) if resting else self.number
 
     def _bucket_step(self, bucket: Bucket) -> BucketStep:
