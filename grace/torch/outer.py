@@ -66,6 +66,8 @@ class OuterAdapter(OptimizerAdapter):
         def evaluate() -> Any:
             loss = closure()
             self.check_frozen()
+            if self.outer.outer.adapt == "loss":
+                self.outer.note_loss(float(loss))
             return loss
 
         if closure is None:

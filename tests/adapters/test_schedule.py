@@ -124,6 +124,7 @@ def test_states_of_the_inner_optimizer_and_buffers_meet_as_well(launch):
         assert "exp_avg_sq of 0.weight" in report
         assert "running_mean" not in report
         assert "1.running_mean" in rank["average"]["report"]
+        assert [rank["adacomm"][key] for key in ("steps", "rounds", "every")] == [8, 2, 2]
         errors = rank["errors"]
         assert "Adam keeps exp_avg, exp_avg_sq; name these" in errors["unknown state"]
         assert "SGD keeps no arrays" in errors["no state"]
@@ -161,7 +162,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 @on(TWO_TENSORFLOW)
 def test_what_no_graph_can_do_is_refused(launch):
     for errors in scenario("tf_outer_refusals", launch):
-        told = "fragments, delay, participation and weight are not supported"
+        told = "fragments, delay, adapt, participation and weight are not supported"
         assert all(told in error for error in errors[:2]), errors
         assert "backward_passes_per_step would have no effect" in errors[2]
         assert "it exchanges gradients and cannot take outer steps" in errors[3]

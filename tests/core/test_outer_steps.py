@@ -337,6 +337,71 @@ def test_a_period_may_begin_later():
     assert met == [True] * 4 + [False, False, True] * 2
 
 
+def test_periods_that_grow_by_a_share_of_the_first():
+    """After n meetings that follow the warm-up, a period is 2 (1 + n / 2) steps long: 2, 3, 4."""
+    training = Training({"every": 2, "adapt": 0.5, "warmup": 1})
+    met = []
+    for step in range(1, 17):
+        training.step()
+        met += [step] if training.equal_tensors() == set(SHAPES) else []
+    assert met == [1, 3, 6, 10, 15]
+    assert training.sim.stats()["outer"]["every"] == 6
+    assert [make_outer({"every": 10, "adapt": 0.1}).period(0, rounds) for rounds in (0, 1, 2, 3)] == [10, 11, 12, 13]
+
+
+@every_framework
+def test_periods_that_follow_the_loss_are_those_of_adacomm(framework):
+    """The ranks agree on the mean of their losses, and go on from a checkpoint in the middle of a period."""
+    options = {"outer": {"every": 6, "adapt": "loss"}, "ranks": 2, "framework": framework}
+    training = Training(**options)
+
+    def losses(step):
+        return [8.0 * 0.8**step * (1 + 0.5 * apart) for apart in (-1, 1)]
+
+    expected, last, first, period = [], 0, None, 6
+    for step in range(1, 31):
+        if step == last + period:
+            mean = np.mean([losses(s) for s in range(last + 1, step + 1)])
+            first = first or mean
+            last, period = step, int(np.ceil(np.sqrt(mean / first) * 6))
+            expected.append(step)
+    met, resumed = [], None
+    for step in range(1, 31):
+        for each in [training] if resumed is None else [training, resumed]:
+            each.sim.note_loss(*losses(step))
+            each.step()
+        if training.equal_tensors() == set(SHAPES):
+            met.append(step)
+        if step == 8:
+            resumed = Training(**options)
+            assert resumed.sim.load_state_dict(copy.deepcopy(training.sim.state_dict()))
+            resumed.weights, resumed.steps = list(training.weights), step
+    assert met == expected
+    assert len(set(np.diff(met))) > 2
+    assert all(x.tobytes() == resumed.values()[name].tobytes() for name, x in training.values().items())
+
+
+def test_losses_must_be_told_where_periods_follow_them():
+    training = Training("adacomm")
+    with pytest.raises(StepError, match="expected one loss for each of 2 ranks here that take outer steps, received 1"):
+        training.sim.note_loss(1.0)
+    with pytest.raises(StepError, match="expected one loss for each of 0 ranks"):
+        grace.Simulation(2, SHAPES, NONE).note_loss(1.0, 1.0)
+    for loss in (0.0, float("nan")):
+        with pytest.raises(StepError, match="the periods follow the square root of the loss"):
+            training.sim.note_loss(loss, loss)
+    training.step(15)
+    with pytest.raises(StepError, match=r"none was noted since the last meeting; call note_loss\(loss\)"):
+        training.step()
+    training.sim.note_loss(1.0, 2.0)
+    training.step()
+    assert training.sim.stats()["outer"]["rounds"] == 1
+    saved = copy.deepcopy(training.sim.state_dict())
+    saved["ranks"][0]["outer"]["losses"]["first"] = "x"
+    with pytest.raises(StateError, match="outer, losses, first"):
+        training.sim.load_state_dict(saved)
+
+
 def test_adam_follows_the_paper():
     training = Training({"every": 2, "optimizer": "adam", "lr": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-2})
     anchor = {name: np.array(x, np.float64) for name, x in training.start.items()}
@@ -778,6 +843,9 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 2, "participation": 0.5, "delay": 1}, "must be applied at once; leave delay = 1 out"),
         ({"every": 2, "weight": [1, 2], "buffers": "first"}, "the first rank may be out of a meeting"),
         ({"every": 2, "fraction_fit": 0.1}, "'fraction_fit' is 'participation' here"),
+        ({"every": 2, "adapt": -1.0}, "adapt must be at least 0"),
+        ({"every": 2, "adapt": "fast"}, "option 'adapt': expected"),
+        ({"every": {4: 2}, "adapt": 0.5}, "changes the periods of the model and needs a number as every"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),

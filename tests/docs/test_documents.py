@@ -141,6 +141,7 @@ def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
     ranks = [{spec.name: draws.standard_normal(spec.shape).astype(np.float32) for spec in specs} for _ in range(4)]
     for step in range(1, config.outer.phases[-1][1] * max(states.values(), default=1) + 1):
         moved = [{name: x + np.float32(0.01 * rank) for name, x in own.items()} for rank, own in enumerate(ranks)]
+        simulation.note_loss(1.0, 1.0, 1.0, 1.0)
         ranks = simulation.step(moved)
         met = simulation.stats()["outer"]["rounds"]
         for name, rounds in {"w": 1, **states}.items():

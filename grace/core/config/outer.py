@@ -19,6 +19,7 @@ _DILOCO = {"optimizer": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 #: Outer steps by the name that publications and other libraries give them.
 PRESETS: dict[str, Mapping[str, Any]] = {
     "update": {"every": 1, "optimizer": "average"},
+    "adacomm": {"every": 16, "adapt": "loss", "optimizer": "average"},
     "local_sgd": {"every": 8, "optimizer": "average"},
     "post_local_sgd": {"every": 4, "optimizer": "average", "warmup": 100},
     "diloco": {"every": 500, **_DILOCO},
@@ -63,20 +64,24 @@ class OuterSteps:
     `optimizer` makes the new weights of the mean change. `every` is the number of inner steps H between two meetings of
     a tensor, or pairs (s, H): H from inner step s on. `fragments` cuts the tensors into as many parts of about equal
     size, or names the tensors or modules of each part by shell patterns; the parts take turns and meet every H /
-    fragments steps. `delay` is the number of inner steps between sending a change and applying the result, which hides
-    the exchange behind computation. `alpha` is the share of a rank's own weights in the weights after a meeting; 0
-    takes the common ones. In the first `warmup` steps, all tensors meet after every step and take the plain mean.
-    `state` says what becomes of the states of the inner optimizer: they stay "local", the ranks take their "average",
-    or they are "reset" when their tensor has met; pairs (key, n) average the states of this key at every n-th meeting.
-    `buffers`, the running statistics of a model, become the "average", stay "local", or are those of the "first" rank.
-    `participation` is the share of the ranks, rounded up, that contribute to a meeting; they are drawn each time.
-    `weight` has a number per rank for the mean, such as that of its samples; without it, all are equal.
+    fragments steps. `adapt` changes H after each meeting: a number a makes the period after the n-th meeting that
+    follows the warm-up (1 + a n) H steps long, and "loss" makes it sqrt(F / F_0) H steps, F being the mean loss of all
+    ranks in the period before, and F_0 that of the first one; both round up. `delay` is the number of inner steps
+    between sending a change and applying the result, which hides the exchange behind computation. `alpha` is the share
+    of a rank's own weights in the weights after a meeting; 0 takes the common ones. In the first `warmup` steps, all
+    tensors meet after every step and take the plain mean. `state` says what becomes of the states of the inner
+    optimizer: they stay "local", the ranks take their "average", or they are "reset" when their tensor has met; pairs
+    (key, n) average the states of this key at every n-th meeting. `buffers`, the running statistics of a model, become
+    the "average", stay "local", or are those of the "first" rank. `participation` is the share of the ranks, rounded
+    up, that contribute to a meeting; they are drawn each time. `weight` has a number per rank for the mean, such as
+    that of its samples; without it, all are equal.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
 
     optimizer: OuterOptimizer
     every: int | tuple[tuple[int, int], ...] = 1
+    adapt: float | Literal["loss"] = 0.0
     fragments: int | tuple[Patterns, ...] = 1
     delay: int = 0
     alpha: float = 0.0
@@ -126,6 +131,15 @@ class OuterSteps:
             )
 
     def _check_phases(self) -> None:
+        if self.adapt:
+            if isinstance(self.adapt, float | int) and self.adapt < 0:
+                raise ConfigError(f"outer: adapt must be at least 0, or 'loss'; received {self.adapt!r}.")
+            if not isinstance(self.every, int) or self.count > 1 or self.delay:
+                raise ConfigError(
+                    f"outer: adapt = {self.adapt!r} changes the periods of the model and needs a number as every, "
+                    f"received every = {self.every!r}, fragments = {self.fragments!r}, delay = {self.delay}; leave "
+                    "adapt, or the others, out."
+                )
         phases = self.phases
         starts = [start for start, _ in phases]
         if not isinstance(self.every, int) and self.warmup:
@@ -165,8 +179,21 @@ class OuterSteps:
         """First inner step and period of each phase after the warm-up."""
         return [(self.warmup, self.every)] if isinstance(self.every, int) else list(self.every)
 
+    def period(self, met: int, rounds: int, ratio: float = 1.0) -> int:
+        """Return the number of inner steps to the next meeting, if all tensors meet at once.
+
+        `met` is the inner step of the last of `rounds` meetings, and `ratio` F / F_0 of the last period.
+        """
+        if met < self.warmup:
+            return 1
+        every = self.phases[-1][1]
+        if self.adapt == "loss":
+            return max(1, math.ceil(math.sqrt(ratio) * every))
+        # Rounding errors must make no period longer.
+        return math.ceil((1 + self.adapt * (rounds - self.warmup)) * every - 1e-9)
+
     def meetings(self, step: int) -> Sequence[int]:
-        """Return the fragments whose changes are sent after inner step `step`; the first step is 1."""
+        """Return the fragments whose changes are sent after inner step `step`, without `adapt`; the first step is 1."""
         if step <= self.warmup:
             return range(self.count)
         start, every = next((start, every) for start, every in reversed(self.phases) if start < step)
@@ -248,6 +275,10 @@ class OuterSteps:
             for start, every in self.phases
         ]
         parts = [", ".join(phases), str(self.optimizer)]
+        if self.adapt == "loss":
+            parts.append("periods follow the square root of the loss")
+        elif self.adapt:
+            parts.append(f"periods grow by {self.adapt:g} of the first after each meeting")
         if self.warmup:
             parts.append(f"mean after every step in the first {self.warmup}")
         if self.count > 1:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from grace.core.config.config import Config, change_config
 from grace.core.config.recommended import Optimizer, warn_of_pairs
-from grace.core.errors import ConfigError, GraceWarning, IncompatibleError, StateError
+from grace.core.errors import ConfigError, GraceWarning, IncompatibleError, StateError, StepError
 from grace.core.guards.agreement import Handshake, formats
 from grace.core.guards.replicas import compare, digest
 from grace.core.observe.announcement import announce, warn
@@ -205,6 +205,20 @@ class Exchange(ABC):
             self.history.append(self.config)
             self.announce([(0, plan)], int(self.run.step))
         self.config = config
+
+    def note_loss(self, *losses: float) -> None:
+        """Note the loss of an inner step of outer steps: of this rank, in a simulation one of each rank.
+
+        With `adapt = "loss"`, the mean of all ranks decides on the next period. Raises StepError without outer steps,
+        for another number of losses, and if periods follow the loss and it is not positive.
+        """
+        if len(losses) != len(self.outers):
+            raise StepError(
+                f"note_loss: expected one loss for each of {len(self.outers)} ranks here that take outer steps, "
+                f"received {len(losses)}; set outer in the configuration, and pass one loss per rank."
+            )
+        for outer, loss in zip(self.outers, losses, strict=True):
+            outer.note_loss(float(loss))
 
     def check_replicas(self) -> None:
         """Compare the weights and the shared states of all ranks now; all ranks must call it between the same steps.

@@ -28,6 +28,8 @@ from grace.core.step.step import Outcome
 Convert: TypeAlias = Callable[[Array, Array], Array]
 
 _MEAN = Average()
+# The tensor that brings the mean loss of all ranks.
+_LOSS = "loss of all ranks"
 
 
 def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
@@ -144,6 +146,13 @@ def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -
     return {**options, "outer": {"every": local_steps}}
 
 
+def with_loss(config: Config, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+    """Return the tensors of a run, with the loss if the periods follow it."""
+    if config.outer is None or config.outer.adapt != "loss" or not specs:
+        return specs
+    return [*specs, TensorSpec(_LOSS, (), device=specs[0].device, rounds=1)]
+
+
 class Flight(NamedTuple):
     """Changes on their way: the inner step after which they were sent, and d by tensor; resting ones have none."""
 
@@ -151,11 +160,21 @@ class Flight(NamedTuple):
     changes: Mapping[str, Array]
 
 
+class Losses(NamedTuple):
+    """Losses of this rank since the last meeting: their sum and number. `first` and `last` are means of all ranks."""
+
+    total: float = 0.0
+    number: float = 0
+    first: float = 0.0
+    last: float = 0.0
+
+
 class OuterState(NamedTuple):
     """Everything that outer steps keep, as one value; no array in it is ever changed.
 
     `steps` counts the inner steps, and `met` is their number at the last meeting. `anchors` has the flat weights after
-    the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer.
+    the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer. `losses` are of
+    the first and the last period before a meeting, if periods follow them, and of this one.
     """
 
     steps: int
@@ -164,6 +183,7 @@ class OuterState(NamedTuple):
     anchors: Mapping[str, Array]
     kept: Mapping[str, State]
     flight: Flight | None = None
+    losses: Losses = Losses()
 
 
 class Landing(NamedTuple):
@@ -216,7 +236,7 @@ class OuterRun:
     @property
     def meets_next(self) -> bool:
         """True if tensors meet after the next inner step."""
-        return bool(self.outer.meetings(self.state.steps + 1))
+        return bool(self._meetings(self.state.steps + 1))
 
     def begin(self, weights: Mapping[str, Array]) -> None:
         """Start with these weights, equal on all ranks; earlier steps are forgotten.
@@ -255,8 +275,8 @@ class OuterRun:
         step = state.steps + 1
         self._poll()
         flight = state.flight
-        due = self.outer.meetings(step)
-        if due:
+        if self._meetings(step):
+            weights = {**weights, **self._loss()}
             changes = {
                 name: self._sent_of(name, weights)
                 for module in self._modules(step)
@@ -267,6 +287,42 @@ class OuterRun:
         self._state = state._replace(steps=step, flight=flight)
         self._taken += 1
         self._poll()
+
+    def note_loss(self, loss: float) -> None:
+        """Note the loss of an inner step of this rank; see `Exchange.note_loss`."""
+        if self.outer.adapt == "loss" and not (loss > 0 and math.isfinite(loss)):
+            raise StepError(
+                f"outer steps: the periods follow the square root of the loss, received {loss!r}; note a positive one, "
+                "or leave adapt = 'loss' out."
+            )
+        losses = self.state.losses
+        new = losses._replace(total=losses.total + loss, number=losses.number + 1)
+        self._state = self.state._replace(losses=new)
+
+    def _loss(self) -> dict[str, Array]:
+        """Return the mean loss of this rank since the last meeting as a tensor, if the periods follow it."""
+        if _LOSS not in self._specs:
+            return {}
+        losses, ops = self.state.losses, self._ops(_LOSS)
+        if not losses.number:
+            raise StepError(
+                "outer steps: the periods follow the loss, and none was noted since the last meeting; call "
+                "note_loss(loss) of the exchange before each inner step."
+            )
+        return {_LOSS: ops.zeros(1, "float32") + ops.cast(losses.total / losses.number, "float32")}
+
+    def _meetings(self, step: int) -> Sequence[int]:
+        """Return the fragments that meet after an inner step: the next one, this one, or that of the flight."""
+        if not self.outer.adapt:
+            return self.outer.meetings(step)
+        state = self.state
+        return (0,) if step == state.met or step >= state.met + self._period() else ()
+
+    def _period(self) -> int:
+        """Return the number of inner steps from the last meeting to the next one, where all tensors meet at once."""
+        state = self.state
+        ratio = state.losses.last / state.losses.first if state.losses.first else 1.0
+        return self.outer.period(state.met, state.rounds, ratio)
 
     @property
     def is_due(self) -> bool:
@@ -300,7 +356,11 @@ class OuterRun:
                 written[name] = change
                 continue
             anchors[name], kept[name], written[name] = self._meet(name, flight.sent, change, weights)
-        new = state._replace(met=state.steps, rounds=state.rounds + 1, anchors=anchors, kept=kept, flight=None)
+        losses = state.losses
+        if _LOSS in written:
+            loss = float(self._ops(_LOSS).sum(written.pop(_LOSS)))
+            losses = Losses(first=losses.first or loss, last=loss)
+        new = OuterState(state.steps, state.steps, state.rounds + 1, anchors, kept, None, losses)
         return Landing(written, new, outcomes)
 
     def commit(self, landing: Landing) -> dict[str, Array]:
@@ -321,7 +381,8 @@ class OuterRun:
         The run must have dropped its steps.
         """
         state = self.state
-        self.restore(state._replace(steps=state.met, flight=None))
+        losses = state.losses._replace(total=0.0, number=0)
+        self.restore(state._replace(steps=state.met, flight=None, losses=losses))
         return dict(state.anchors)
 
     def ground(self) -> None:
@@ -404,6 +465,8 @@ class OuterRun:
     def stats(self) -> dict[str, Any]:
         """Return `steps` (inner steps), `rounds` (meetings), and what this rank sends per inner step on the average.
 
+        With `adapt`, `every` is the number of inner steps from the last meeting to the next one.
+
         `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last
         meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
         from the others. Both are None unless `track_norms` was set. `participates` is False if this rank will
@@ -412,7 +475,8 @@ class OuterRun:
         state = self.state
         sent = self._sent / self._taken if self._taken else 0.0
         counts = {"steps": state.steps, "rounds": state.rounds, "bytes_per_step": sent}
-        return {**counts, **self._spread, "participates": self._factor(state.steps + 1) > 0}
+        every = {"every": self._period()} if self.outer.adapt else {}
+        return {**counts, **every, **self._spread, "participates": self._factor(state.steps + 1) > 0}
 
     # --- what belongs where -----------------------------------------------------------------------------------------
 
@@ -421,11 +485,12 @@ class OuterRun:
 
     def _check(self, weights: Mapping[str, Array]) -> None:
         """Raise StepError unless there are weights of all tensors as they were; nothing has been sent yet."""
-        if weights.keys() != self._specs.keys():
-            names = ", ".join(sorted(map(repr, weights.keys() ^ self._specs.keys()))[:5])
+        given = self._specs.keys() - {_LOSS}
+        if weights.keys() != given:
+            names = ", ".join(sorted(map(repr, weights.keys() ^ given))[:5])
             raise StepError(f"outer steps: expected the weights of all tensors, and {names} only on one side.")
-        for name, spec in self._specs.items():
-            x, dtype = weights[name], self._ops(name).dtype(weights[name])
+        for name in given:
+            spec, x, dtype = self._specs[name], weights[name], self._ops(name).dtype(weights[name])
             if tuple(x.shape) != spec.shape or dtype != spec.dtype:
                 raise StepError(
                     f"outer steps: expected weights of {spec.dtype} and shape {spec.shape} for tensor '{name}', "
@@ -445,14 +510,14 @@ class OuterRun:
     def _fragments(self, step: int) -> list[str]:
         """Return the modules of the fragments that meet after an inner step."""
         modules = list(self._members)
-        return [modules[i] for i in self.outer.meetings(step)]
+        return [modules[i] for i in self._meetings(step)]
 
     def _modules(self, step: int, rounds: int | None = None) -> list[str]:
         """Return all modules that meet after an inner step, which follows as many meetings, or those until now.
 
         What accompanies the weights meets with the last fragment.
         """
-        fragments, meetings = self._fragments(step), self.outer.meetings(step)
+        fragments, meetings = self._fragments(step), self._meetings(step)
         if not meetings or meetings[-1] != self.outer.count - 1:
             return fragments
         number = self.outer.number(step, self.state.rounds if rounds is None else rounds)
@@ -481,6 +546,8 @@ class OuterRun:
         saved: dict[str, Any] = {key: getattr(state, key) for key in ("steps", "met", "rounds", "anchors", "kept")}
         if state.flight is not None:
             saved["flight"] = {"sent": state.flight.sent, "changes": dict(state.flight.changes)}
+        if self.outer.adapt == "loss":
+            saved["losses"] = state.losses._asdict()
         return saved
 
     def loaded(self, saved: Any, convert: Convert) -> OuterState:
@@ -517,7 +584,19 @@ class OuterRun:
             expected = {name: zeros[name] for name in meeting if name in sending}
             flight = Flight(int(str(sent)), self._loaded("changes", sending, expected, convert))
         steps, met, rounds = (int(str(count)) for count in counts.values())
-        return OuterState(steps, met, rounds, anchors, kept, flight)
+        return OuterState(steps, met, rounds, anchors, kept, flight, self._loaded_losses(state))
+
+    def _loaded_losses(self, state: Mapping[Any, Any]) -> Losses:
+        if self.outer.adapt != "loss":
+            return Losses()
+        saved = check_mapping(state.get("losses"), "outer, losses")
+        given = []
+        for key in Losses._fields:
+            x = saved.get(key)
+            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
+                raise unreadable(f"outer, losses, {key}", "a number from 0 on", show(x))
+            given.append(x)
+        return Losses(*given)
 
     def _loaded(self, key: str, saved: Any, expected: State, convert: Convert) -> State:
         """Return one saved array per tensor in the form of those that are expected."""

@@ -335,6 +335,12 @@ def outer_beside() -> dict[str, Any]:
         report = exchange.report()
         results[name] = {"off": max(off), "resumed": resumed, "report": report}
     net = _normed()
+    sgd_of = torch.optim.SGD(net.parameters(), lr=0.1)
+    adacomm = grace.torch.register(net, {"compressor": "none"}, outer={"every": 4, "adapt": "loss"}, optimizer=sgd_of)
+    for step in range(8):
+        sgd_of.step(lambda step=step: net[0].weight.square().sum() * 0 + (1 + my_rank()) * (1.0 if step < 4 else 0.25))
+    results["adacomm"] = adacomm.stats()["outer"]
+    net = _normed()
     calls = {
         "unknown state": lambda: grace.torch.register(
             net, {"compressor": "none"}, outer={"state": {"exp_av": 2}}, optimizer=torch.optim.Adam(net.parameters())
