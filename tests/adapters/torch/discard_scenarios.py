@@ -145,16 +145,16 @@ def lone_discards() -> dict[str, Any]:
 
 
 def _discarded_alone(group: Group, ddp: bool = False) -> dict[str, Any]:
-    config, ranks = {**TOPK, "timeout": 1}, list(group.ranks)
+    ranks = list(group.ranks)
     meet, weights, errors = functools.partial(transport_of(group).gather_objects, 0, "meet", "the test"), [], []
     for interrupted in (False, True):
         model = make_net()
         optimizer: Any = sgd(model, momentum=0.0)
         if ddp:
             forward: Any = DistributedDataParallel(model)
-            exchange = grace.torch.register(forward, config)
+            exchange = grace.torch.register(forward, TOPK)
         else:
-            forward, optimizer = model, wrap(model, config, optimizer=optimizer, **group.argument)
+            forward, optimizer = model, wrap(model, TOPK, optimizer=optimizer, **group.argument)
             exchange = optimizer.grace
         train(forward, optimizer, 2)
         for alone in ((ranks[0], ranks[-1]), (ranks[-1], ranks[-1])) if interrupted else ():
@@ -164,7 +164,9 @@ def _discarded_alone(group: Group, ddp: bool = False) -> dict[str, Any]:
             for rank in alone:
                 meet()
                 if my_rank() == rank:
-                    errors.append(outcome(exchange.discard))
+                    # Only here: on a busy machine, four ranks need longer to meet.
+                    with mock.patch.object(exchange.transport, "timeout", 1):
+                        errors.append(outcome(exchange.discard))
                     go_on = functools.partial(backward, forward, optimizer) if ddp else optimizer.step
                     errors.append(outcome(go_on))
             meet()
