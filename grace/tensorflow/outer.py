@@ -50,7 +50,7 @@ class OuterVariables:
 
     def before(self, steps: tf.Variable, variables: Sequence[tf.Variable]) -> None:
         """Read the weights again where they are those of the last meeting; they may have been loaded or broadcast."""
-        exact = steps <= self.outer.warmup if self.outer.alpha else tf.constant(True)
+        exact = steps <= self.outer.warmup if self.outer.keeps_own else tf.constant(True)
 
         def read() -> tf.Tensor:
             for anchor, v in zip(self.anchors, variables, strict=True):
@@ -80,10 +80,8 @@ class OuterVariables:
 
         new, after = tf.cond(warming, lambda: (before - change, state), step) if self.outer.warmup else step()
         mixed = new
-        if self.outer.alpha:
-            own = self._flat(variable, spec)
-            mixed = ops.weighted_sum(own, self.outer.alpha, new, 1 - self.outer.alpha)
-            mixed = tf.where(warming, new, mixed)
+        if self.outer.keeps_own:
+            mixed = tf.where(warming, new, self.outer.mixed(ops, before, new, self._flat(variable, spec)))
         for target, x in ((anchor, new), (variable, mixed)):
             target.assign(tf.reshape(ops.cast(x, spec.dtype), target.shape))
         for key, v in kept.items():

@@ -150,7 +150,9 @@ def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(la
 def test_outer_steps_in_graphs_follow_the_recursion(launch):
     ranks = scenario("tf_outer_steps", launch)
     for rank in ranks:
-        assert max(rank["none"]["off"]) < 1e-5, rank["none"]["off"]
+        for name in ("none", "elastic"):
+            assert max(rank[name]["off"]) < 1e-5, rank[name]["off"]
+        assert rank["elastic"]["resumed"] == [True] * 3
         assert rank["none"]["resumed"] == rank["topk"]["resumed"] == [True] * 3
         assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
     # Two steps of warm-up, and meetings after steps 5 and 8.

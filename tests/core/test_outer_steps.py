@@ -418,6 +418,34 @@ def test_adam_follows_the_paper():
         assert_close(training.values(), anchor, 1e-4)
 
 
+@pytest.mark.parametrize(("delay", "warmup"), [(0, 0), (0, 2), (1, 0)])
+def test_elastic_averaging_follows_the_paper(delay, warmup):
+    """Equations 5 and 6: p ranks move towards the centre by alpha, and the centre towards their mean by p alpha."""
+    ranks, alpha = 3, 0.2
+    training = Training(
+        {"every": 2, "optimizer": "elastic", "lr": ranks * alpha, "pull": alpha, "delay": delay, "warmup": warmup},
+        ranks=ranks,
+    )
+    centre = {name: np.array(x, np.float64) for name, x in training.start.items()}
+    own, total = [dict(centre) for _ in range(ranks)], {}
+    for step in range(1, 12):
+        training.step()
+        for rank in range(ranks):
+            for name, x in own[rank].items():
+                own[rank][name] = x - training.rate * (x - draw(SHAPES[name], rank, step - 1))
+        if step <= warmup:
+            centre = {name: sum(w[name] for w in own) / ranks for name in SHAPES}
+            own = [dict(centre) for _ in range(ranks)]
+        elif (step - warmup) % 2 == 0:
+            total = {name: sum(w[name] - x for w in own) for name, x in centre.items()}
+        if total and (step - warmup - delay) % 2 == 0:
+            own = [{name: x - alpha * (x - centre[name]) for name, x in w.items()} for w in own]
+            centre = {name: x + alpha * total[name] for name, x in centre.items()}
+        for rank in range(ranks):
+            assert_close(training.values(rank), own[rank], 1e-5)
+        assert_close({n: host(training.ops, x) for n, x in training.sim.common_weights().items()}, centre, 1e-5)
+
+
 @every_framework
 @pytest.mark.parametrize("optimizer", list(outer_optimizers))
 def test_frameworks_agree_bit_for_bit(optimizer, framework):
@@ -850,6 +878,7 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),
         ({"every": 2, "optimizer": "adam", "beta2": 1.0}, "beta2 must lie in"),
+        ({"every": 2, "optimizer": "elastic", "pull": 0.0}, r"elastic: pull must lie in \(0, 1\]"),
         ({"every": 2, "optimizer": "adamm"}, "unknown outer optimizer 'adamm'.*Did you mean 'adam'"),
         ({"preset": "dilco"}, "unknown preset 'dilco'.*Did you mean 'diloco'"),
         ({"preset": 5}, "expected the name of a preset"),

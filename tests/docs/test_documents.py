@@ -146,7 +146,8 @@ def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
         met = simulation.stats()["outer"]["rounds"]
         for name, rounds in {"w": 1, **states}.items():
             together = all(np.array_equal(own[name], ranks[0][name]) for own in ranks)
-            assert together == (simulation.outers[0].state.met == step and met % rounds == 0), (step, name)
+            meets = simulation.outers[0].state.met == step and met % rounds == 0
+            assert together == (meets and config.outer.optimizer.agrees), (step, name)
 
 
 def run(code, folder, ranks):

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from grace.core.config.registry import build, fields_of, outer_optimizers
 from grace.core.errors import ConfigError, fold, nearest
 from grace.core.methods.outer import OuterOptimizer
-from grace.core.spec import TensorSpec
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import Array, TensorSpec
 
 _DILOCO = {"optimizer": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 #: Outer steps by the name that publications and other libraries give them.
@@ -42,6 +43,7 @@ _FOREIGN = {
     **dict.fromkeys(("outerlr", "dilocoouterlr", "slowlr"), "lr"),
     **dict.fromkeys(("outermomentum", "dilocooutermomentum", "blockmomentum", "slowmomentum"), "momentum"),
     **dict.fromkeys(("outeroptimizer", "method", "name"), "optimizer"),
+    **dict.fromkeys(("movingrate", "elasticity"), "pull"),
     **dict.fromkeys(("clientfraction", "fraction", "fractionfit", "samplerate"), "participation"),
     **dict.fromkeys(("weights", "numsamples", "samples", "numexamples"), "weight"),
     **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
@@ -201,6 +203,11 @@ class OuterSteps:
         return () if off else ((number - 1) % self.count,)
 
     @property
+    def keeps_own(self) -> bool:
+        """True if ranks go on with weights of their own after a meeting."""
+        return bool(self.alpha) or not self.optimizer.agrees
+
+    @property
     def is_plain_mean(self) -> bool:
         """True if all ranks contribute to all meetings, with equal weights."""
         return self.participation == 1 and not self.weight
@@ -232,7 +239,13 @@ class OuterSteps:
 
     def is_exact(self, step: int) -> bool:
         """Return whether what meets after inner step `step` takes the common weights at once, and nothing else."""
-        return step <= self.warmup or not (self.delay or self.alpha)
+        return step <= self.warmup or not (self.delay or self.keeps_own)
+
+    def mixed(self, ops: ArrayOps, anchor: Array, new: Array, own: Array) -> Array:
+        """Return the weights of a rank after a meeting, if it keeps weights of its own."""
+        if not self.optimizer.agrees:
+            new = self.optimizer.own(ops, anchor, new, own)
+        return ops.weighted_sum(own, self.alpha, new, 1 - self.alpha) if self.alpha else new
 
     def divide(self, specs: Sequence[TensorSpec]) -> list[list[str]]:
         """Return the names of the tensors of each fragment.

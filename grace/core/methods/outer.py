@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, State
@@ -17,6 +18,9 @@ class OuterOptimizer(ABC):
     results. No method changes an array that it receives.
     """
 
+    #: True if all ranks go on with the new weights; False if they keep weights of their own, as `own` says.
+    agrees: ClassVar[bool] = True
+
     def init(self, ops: ArrayOps, weights: Array) -> State:
         """Return the state before the first meeting (default: none)."""
         return {}
@@ -28,3 +32,10 @@ class OuterOptimizer(ABC):
         `anchor` has the weights after the last meeting, and `change` the mean over the ranks of (anchor - weights now),
         so that anchor - change is the mean of the weights.
         """
+
+    def own(self, ops: ArrayOps, anchor: Array, new: Array, weights: Array) -> Array:
+        """Return the weights with which a rank goes on, from those of `step`, those before, and the rank's own.
+
+        Unlike the others, the rank's own differ from those of other ranks. Only called if not `agrees`.
+        """
+        return new

@@ -206,6 +206,18 @@ class Exchange(ABC):
             self.announce([(0, plan)], int(self.run.step))
         self.config = config
 
+    def common_weights(self) -> dict[str, Array]:
+        """Return copies of the weights that all ranks have in common with outer steps: those of the last meeting.
+
+        With `alpha` or the outer optimizer `elastic`, each rank trains on weights of its own, and these are the model
+        in the end. Raises StepError without outer steps, and before they begin.
+        """
+        if not self.outers:
+            raise StepError(
+                "common_weights: no outer steps are taken here, so the weights are your model's; set outer."
+            )
+        return self.outers[0].shaped(self.outers[0].state.anchors)
+
     def note_loss(self, *losses: float) -> None:
         """Note the loss of an inner step of outer steps: of this rank, in a simulation one of each rank.
 

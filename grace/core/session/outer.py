@@ -413,11 +413,10 @@ class OuterRun:
         optimizer = _MEAN if sent <= self.outer.warmup else self.outer.optimizer
         new, kept = optimizer.step(ops, anchor, change, state.kept[name])
         common = ops.cast(new, spec.dtype)
-        if sent <= self.outer.warmup or not self.outer.alpha:
+        if sent <= self.outer.warmup or not self.outer.keeps_own:
             return common, kept, common
         own = ops.cast(self._flat(name, weights), spec.work_dtype)
-        mixed = ops.weighted_sum(own, self.outer.alpha, new, 1 - self.outer.alpha)
-        return common, kept, ops.cast(mixed, spec.dtype)
+        return common, kept, ops.cast(self.outer.mixed(ops, anchor, new, own), spec.dtype)
 
     def _poll(self) -> None:
         """Start the exchange of the flight, and go on with its rounds that have arrived."""

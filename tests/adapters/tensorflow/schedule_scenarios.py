@@ -203,6 +203,7 @@ def tf_outer_steps() -> dict[str, Any]:
     outer = {"every": 3, "lr": 0.7, "momentum": 0.9, "nesterov": True, "warmup": 2}
     for name, config, options in (
         ("none", {"compressor": "none"}, {**outer, "alpha": 0.25}),
+        ("elastic", {"compressor": "none"}, {"every": 3, "optimizer": "elastic", "warmup": 2}),
         ("topk", {"compressor": "topk", "compress_ratio": 0.2, **EVERYTHING}, outer),
     ):
         model, alone, apart, off, saved = net(), net(), [], [], []
@@ -221,6 +222,10 @@ def tf_outer_steps() -> dict[str, Any]:
                         v.assign(mean)
                     elif step in (4, 7):
                         change = anchors[i] - mean
+                        if name == "elastic":
+                            v.assign(v.numpy() + 0.225 * (anchors[i] - v.numpy()))
+                            anchors[i] = anchors[i] - 0.9 * change
+                            continue
                         momenta[i] = 0.9 * momenta[i] + change
                         anchors[i] = anchors[i] - 0.7 * (change + 0.9 * momenta[i])
                         v.assign(0.25 * v.numpy() + 0.75 * anchors[i])
