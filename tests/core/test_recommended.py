@@ -155,6 +155,7 @@ def test_nothing_is_known_of_methods_from_outside(monkeypatch):
         ("LambdaSGD", (), False),
         ("AdamW8bit", (), True),
         ("FusedLAMB", (), True),
+        ("Lans", (), True),
         ("RMSprop", (), True),
         ("DistributedAdam", (), True),
         ("Mine", (type("Adafactor", (), {}),), True),

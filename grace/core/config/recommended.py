@@ -43,7 +43,7 @@ STARTS = (
 _NOT_OF_USERS = (f"{Path(__file__).parents[2]}/", "site-packages", "dist-packages")
 
 # Names of optimizers that divide by the root of a mean square, in PyTorch, Keras and other packages.
-_ADAPTIVE = re.compile(r"ada(m|grad|delta|factor|belief)|rmsprop|novograd|lamb(?!da)", re.IGNORECASE)
+_ADAPTIVE = re.compile(r"ada(m|grad|delta|factor|belief)|rmsprop|novograd|lamb(?!da)|lans$", re.IGNORECASE)
 
 
 class Optimizer(NamedTuple):

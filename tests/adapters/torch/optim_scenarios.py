@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import grace
-from grace.torch.optim import OneBitAdam
+from grace.torch.optim import Lamb, Lans, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.adapters.torch.launched import by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import Net, batches, digest, make_net, outcome
 from tests.support.cases import EVERYTHING, LAYERS
@@ -226,6 +226,8 @@ def one_bit_adam_refusals() -> dict[str, Any]:
         "eps": lambda: make(eps=0.0),
         "decay": lambda: make(weight_decay=-1.0),
         "outer": lambda: make(outer="update"),
+        "typo": lambda: make(weight_dacay=0.1),
+        "lamb": lambda: Lamb(net.parameters(), weight_dacay=0.1),
         "backend": lambda: make(backend="nccl"),
         "differ": lambda: make(freeze_step=3 + my_rank()),
         "wrapped": lambda: grace.DistributedOptimizer(optimizer, net.named_parameters(), compressor="none"),
@@ -244,3 +246,209 @@ def one_bit_adam_refusals() -> dict[str, Any]:
         fresh.load_state_dict(optimizer.state_dict())
     errors["alone"] = outcome(lambda: one_step(net, fresh, 1))
     return errors
+
+
+def trained(make: Any, steps: int, *, resume: bool = True) -> dict[str, Any]:
+    """Train, and resume from every step; return the weights after each."""
+    net = make_net()
+    optimizer = make(net)
+    saved, after = [], []
+    for step in range(steps):
+        saved.append(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
+        one_step(net, optimizer, step)
+        after.append(weights(net))
+    resumed = []
+    for start, (model, state) in enumerate(saved if resume else ()):
+        again = make_net(seed=1)
+        other = make(again)
+        again.load_state_dict(model)
+        other.load_state_dict(state)
+        for step in range(start, steps):
+            one_step(again, other, step)
+        resumed.append(weights(again) == after[-1])
+    flat = {name: p.detach().reshape(-1).numpy() for name, p in net.named_parameters()}
+    return {"after": after, "resumed": resumed, "flat": flat, "stats": optimizer.grace.stats()}
+
+
+def off(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    return float(max(np.abs(x - expected[name]).max() for name, x in found.items()))
+
+
+class OfAllRanks:
+    """The weights of all ranks in NumPy, and their gradients."""
+
+    def __init__(self) -> None:
+        self.nets = [make_net() for _ in range(world_size())]
+        self.x = [
+            {name: p.detach().reshape(-1).numpy().astype(np.float64) for name, p in net.named_parameters()}
+            for net in self.nets
+        ]
+
+    def gradients(self, step: int) -> list[dict[str, np.ndarray]]:
+        found = []
+        for rank, (net, mine) in enumerate(zip(self.nets, self.x, strict=True)):
+            named = dict(net.named_parameters())
+            with torch.no_grad():
+                for name, p in named.items():
+                    p.copy_(torch.tensor(mine[name]).view(p.shape))
+            *_, (x, y) = batches(step + 1, rank)
+            grads = torch.autograd.grad(F.cross_entropy(net(x), y), list(named.values()))
+            found.append({n: g.reshape(-1).numpy().astype(np.float64) for n, g in zip(named, grads, strict=True)})
+        return found
+
+
+def zero_one_adam() -> dict[str, Any]:
+    """Compare 0/1 Adam without compression with the recursion of the paper; with signs, look at who meets when."""
+    lr, freeze, options = (
+        0.003,
+        4,
+        {"every": {2: 3}, "var_update_scaler": 1, "freeze_step": 4, "lr": 0.003, "eps": 1e-4},
+    )
+
+    def make(net: Net, **more: Any) -> ZeroOneAdam:
+        return ZeroOneAdam(net.named_parameters(), **options, **ALL, **more)
+
+    exact = trained(lambda net: make(net, compressor="none"), 13)
+    ranks = OfAllRanks()
+    for name in exact["flat"]:
+        for mine in ranks.x:
+            mine["m", name], mine["u", name] = np.zeros_like(mine[name]), np.zeros_like(mine[name])
+    v = dict.fromkeys(exact["flat"], 0.0)
+    anchor, rates, learnt = {name: ranks.x[0][name] for name in v}, 0.0, 0
+    for step in range(1, 14):
+        each = ranks.gradients(step - 1)
+        # After one gradient v is due every second step, after two every fourth.
+        learns = step in (1, 3)
+        learnt, rate = learnt + learns, lr / (1 - BETA**step)
+        rates += rate
+        meets = step <= freeze or step - freeze in (1, 2, 5, 8)
+        for name in v:
+            if learns:
+                v[name] = 0.999 * v[name] + 0.001 * np.mean([g[name] for g in each], axis=0) ** 2
+            root = np.sqrt(v[name] / (1 - 0.999**learnt)) + 1e-4
+            for mine, g in zip(ranks.x, each, strict=True):
+                mine["m", name] = np.where(v[name] > 0, BETA * mine["m", name] + (1 - BETA) * g[name], 0)
+                mine["u", name] = mine["u", name] + rate * mine["m", name]
+                mine[name] = mine[name] - rate * mine["m", name] / root
+            if meets:
+                moved = np.mean([mine["u", name] for mine in ranks.x], axis=0)
+                anchor[name] = anchor[name] - moved / root
+                for mine in ranks.x:
+                    mine[name], mine["m", name], mine["u", name] = anchor[name], moved / rates, np.zeros_like(moved)
+        rates = 0.0 if meets else rates
+    signs = trained(make, 13)
+    errors = {
+        "neither": outcome(lambda: ZeroOneAdam(make_net().named_parameters())),
+        "scaler": outcome(lambda: ZeroOneAdam(make_net().named_parameters(), freeze_step=1, var_update_scaler=0)),
+        "every": outcome(lambda: ZeroOneAdam(make_net().named_parameters(), freeze_step=1, every=0)),
+        "grad_scaler": outcome(with_a_scaler),
+        "ranks": outcome(lambda: between_meetings(make)),
+    }
+    return {
+        "off": off(exact["flat"], {name: ranks.x[my_rank()][name] for name in v}),
+        "resumed": exact["resumed"] + signs["resumed"],
+        "after": signs["after"],
+        "step": signs["stats"]["step"],
+        "errors": errors,
+        "frozen": frozen_between_meetings(make),
+    }
+
+
+def with_a_scaler() -> None:
+    net = make_net()
+    optimizer = ZeroOneAdam(net.named_parameters(), freeze_step=1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net(torch.ones(1, 1, 8, 8)).sum()).backward()
+    scaler.step(optimizer)
+
+
+def between_meetings(make: Any) -> None:
+    """Load the states of another number of ranks that had saved between two meetings."""
+    net = make_net()
+    optimizer = make(net)
+    for step in range(7):
+        one_step(net, optimizer, step)
+    optimizer.load_state_dict([optimizer.state_dict()] * (world_size() + 1))
+
+
+def frozen_between_meetings(make: Any) -> bool:
+    """Freeze a parameter between two meetings: it returns to the weights after the last one."""
+    net = make_net()
+    optimizer = make(net)
+    for step in range(12):
+        if step == 6:
+            met = net.left.weight.detach().clone()
+        if step == 8:
+            assert not torch.equal(met, net.left.weight)
+            net.left.weight.requires_grad_(False)
+        one_step(net, optimizer, step)
+    return torch.equal(met, net.left.weight)
+
+
+def lamb_and_lans() -> dict[str, Any]:
+    """Compare 1-bit LAMB, LAMB and LANS without compression with NumPy; with compressors, compare the ranks."""
+    lr, freeze = 0.001, 4
+
+    def one_bit(net: Net, **options: Any) -> OneBitLamb:
+        return OneBitLamb(net.named_parameters(), lr=lr, weight_decay=0.01, freeze_step=freeze, **ALL, **options)
+
+    def wrapped(kind: Any, **options: Any) -> Any:
+        return lambda net: grace.DistributedOptimizer(
+            kind(net.parameters(), lr=lr, weight_decay=0.01), net.named_parameters(), **ALL, **options
+        )
+
+    made = {
+        "one bit": (lambda net: one_bit(net, compressor="none"), one_bit),
+        "lamb": (wrapped(Lamb, compressor="none"), wrapped(Lamb, compressor="qsgd")),
+        "clan": (wrapped(Lans, compressor="none"), wrapped(Lans, compressor="topk", communicator="two_shot")),
+    }
+    results: dict[str, Any] = {}
+    for label, (exact, compressed) in made.items():
+        ours = trained(exact, 8, resume=False)
+        few = trained(compressed, 8)
+        results[label] = {
+            "off": off(ours["flat"], follow(label, lr, freeze)),
+            "resumed": few["resumed"],
+            "after": few["after"],
+        }
+    return results
+
+
+def follow(label: str, lr: float, freeze: int) -> dict[str, np.ndarray]:
+    """Return the weights after eight steps of an algorithm with the mean gradients."""
+    ranks, norm = OfAllRanks(), np.linalg.norm
+    x = ranks.x[0]
+    kept: dict[str, dict[str, Any]] = {name: {"m": 0.0, "v": 0.0, "c": 0.0, "f": 1.0} for name in x}
+    for t in range(1, 9):
+        each = ranks.gradients(t - 1)
+        for name, k in kept.items():
+            g = np.mean([mine[name] for mine in each], axis=0)
+            g = g / norm(g) if label == "clan" else g
+            before, k["m"] = k["m"], BETA * k["m"] + (1 - BETA) * g
+            frozen = label == "one bit" and t > freeze
+            if frozen:
+                k["m"] = np.where(k["v"] > 0, k["m"], 0)
+            else:
+                k["v"] = 0.999 * k["v"] + 0.001 * g * g
+                k["root"] = np.sqrt(k["v"] / (1 - 0.999**t)) + 1e-6
+            if label == "one bit" and t == freeze:
+                k["fresh"] = k["v"] / (1 - 0.999**t)
+            update = k["m"] / (1 - BETA**t) / k["root"] + 0.01 * x[name]
+            ratio = norm(x[name]) / norm(update)
+            if label == "clan":
+                other = g / k["root"] + 0.01 * x[name]
+                x[name] = x[name] - lr * (BETA * ratio * update + 0.1 * norm(x[name]) / norm(other) * other)
+                continue
+            if frozen:
+                again = (k["m"] - BETA * before) / (1 - BETA)
+                k["fresh"] = 0.999 * k["fresh"] + 0.001 * again**2
+                now = np.max(np.where(k["v"] > 0, k["root"] / (np.sqrt(k["fresh"]) + 1e-6), 0))
+                k["f"] = np.clip(np.clip(now, 0.5, 4), 0.9 * k["f"], 1.1 * k["f"])
+                ratio = k["c"] / (1 - 0.9**freeze) * k["f"]
+            else:
+                ratio = np.clip(ratio, 0.01, 10)
+                k["c"] = 0.9 * k["c"] + 0.1 * ratio
+            x[name] = x[name] - lr * ratio * update
+        for mine in ranks.x[1:]:
+            mine.update(x)
+    return x

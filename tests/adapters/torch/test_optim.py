@@ -58,6 +58,8 @@ def test_what_one_bit_adam_cannot_do_is_refused(launch):
         "betas": "betas[0] must lie in [0, 1), received 1.0",
         "eps": "eps must be positive, received 0.0",
         "decay": "weight_decay must not be negative, received -1.0",
+        "typo": "there is no argument 'weight_dacay'. Did you mean 'weight_decay'",
+        "lamb": "grace.torch.optim.Lamb: there is no option 'weight_dacay'. Did you mean 'weight_decay'",
         "outer": "cannot take outer steps",
         "backend": "grace.torch.optim.OneBitAdam: the argument 'backend' must be",
         "differ": "MismatchError",
@@ -70,3 +72,34 @@ def test_what_one_bit_adam_cannot_do_is_refused(launch):
         for name, error in errors.items():
             assert told[name] in error, (name, error)
         assert told.keys() - errors.keys() <= {"registered"}
+
+
+@on(*LAUNCHES)
+def test_zero_one_adam_is_the_recursion_of_the_paper(launch):
+    ranks = scenario("zero_one_adam", launch)
+    for rank in ranks:
+        # Two orders of steps on gradients of float32, whose noise is divided by small second moments.
+        assert rank["off"] < 5e-5, rank["off"]
+        assert rank["resumed"] == [True] * 26
+        # Four steps before the freeze, and the meetings after it.
+        assert rank["step"] == 8
+        assert rank["frozen"]
+        errors = rank["errors"]
+        assert "expected freeze_step or total_steps, received neither" in errors["neither"]
+        assert "var_update_scaler must be at least 1, received 0" in errors["scaler"]
+        assert "every must be at least 1 inner step, received 0" in errors["every"]
+        assert "a GradScaler calls step()" in errors["grad_scaler"]
+        assert "ranks saved it between two meetings" in errors["ranks"]
+    apart = [len({rank["after"][step] for rank in ranks}) for step in range(13)]
+    own = launch.ranks
+    assert apart == [1] * 6 + [own, own, 1, own, own, 1, own]
+
+
+@on(LAUNCHES[1], LAUNCHES[2], LAUNCHES[3])
+def test_lamb_and_lans_are_those_of_the_papers(launch):
+    ranks = scenario("lamb_and_lans", launch)
+    for label in ranks[0]:
+        for rank in ranks:
+            assert rank[label]["off"] < 1e-4, label
+            assert rank[label]["resumed"] == [True] * 8, label
+            assert rank[label]["after"] == ranks[0][label]["after"], label

@@ -1,0 +1,65 @@
+"""0/1 Adam: Adam whose ranks exchange momenta of one bit from the start, and later only now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core.ops.composites import ArrayOps
+from grace.core.optim.adam import Adam
+from grace.core.spec import Array, State
+
+
+@dataclass(frozen=True)
+class ZeroOneAdam(Adam):
+    r"""Adam whose ranks step on their own and exchange what they have moved, before it is divided by sqrt v.
+
+    Formula: m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad u \leftarrow u + \eta m, \quad
+    w \leftarrow w - \eta \, m / (\sqrt{\hat v} + \epsilon)
+
+    and at a meeting, with a the weights after the last one, and the sums over the steps since then:
+    m \leftarrow \bar u / \sum \eta, \quad w \leftarrow a - \bar u / (\sqrt{\hat v} + \epsilon), \quad u \leftarrow 0
+
+    eta is the learning rate divided by 1 - beta1^t. v takes the mean gradients of some steps only, and v-hat is divided
+    by 1 - beta2^k after k of them. Elements whose v is zero keep their weights.
+
+    Reference: Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", ICLR 2023,
+    Algorithm 1.
+    """
+
+    name = "ZeroOneAdam"
+
+    def init(self, ops: ArrayOps, weights: Array) -> State:
+        return {**super().init(ops, weights), "moved": ops.zeros(weights.shape[0], ops.dtype(weights))}
+
+    def learn(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> State:
+        """Return the state with the second moment after a mean gradient of all ranks."""
+        _, beta = self.betas
+        gradient = self._decayed(ops, weights, gradient)
+        return {**state, "exp_avg_sq": ops.weighted_sum(state["exp_avg_sq"], beta, gradient * gradient, 1 - beta)}
+
+    def advance(self, ops: ArrayOps, weights: Array, gradient: Array, state: State, rate: float) -> State:
+        """Return the state after a step of this rank with eta = `rate`; u is `moved`."""
+        momentum = self.momentum(ops, weights, gradient, state)
+        return {**state, "exp_avg": momentum, "moved": ops.weighted_sum(state["moved"], 1, momentum, rate)}
+
+    def alone(
+        self, ops: ArrayOps, weights: Array, state: State, lr: float, rate: float, learnt: int
+    ) -> tuple[Array, State]:
+        """Return the weights and the state between two meetings; `anchor` has the weights after the last one."""
+        # A copy, because the framework may write the new weights over the old ones.
+        anchor = state["anchor"] if "anchor" in state else ops.copy(weights)
+        scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
+        new = ops.weighted_sum(self._shrunk(ops, weights, lr), 1, state["exp_avg"] * scale, -rate)
+        return new, {**state, "anchor": self._shrunk(ops, anchor, lr)}
+
+    def meet(
+        self, ops: ArrayOps, weights: Array, merged: Array, state: State, lr: float, rates: float, learnt: int
+    ) -> tuple[Array, State]:
+        """Return the weights and the state after a meeting; `merged` is the mean of u, and `rates` the sum of eta."""
+        rest = {key: x for key, x in state.items() if key != "anchor"}
+        anchor = self._shrunk(ops, state.get("anchor", weights), lr)
+        scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
+        merged = ops.where(scale > 0, merged, 0.0)
+        momentum = merged * ops.cast(1 / rates if rates else 0.0, ops.dtype(merged))
+        moved = ops.zeros(weights.shape[0], ops.dtype(merged))
+        return anchor - merged * scale, {**rest, "exp_avg": momentum, "moved": moved}

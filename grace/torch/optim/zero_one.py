@@ -1,0 +1,153 @@
+"""0/1 Adam: momenta of one bit from the start, second moments of some steps only, and rare meetings in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from grace.core.config.outer import OuterSteps, make_outer
+from grace.core.errors import ConfigError, StateError, StepError
+from grace.core.optim import zero_one
+from grace.torch.exchange import OPS
+from grace.torch.library import Library
+from grace.torch.optim.exchanging import Exchanging
+from grace.torch.optim.ruled import Parameters, flat
+
+#: The steps between two meetings, by the number of steps since the freeze.
+EVERY: Mapping[int, int] = {32_768: 2, 65_536: 4, 98_304: 8, 131_072: 16}
+
+
+class ZeroOneAdam(Exchanging):
+    """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only now and then.
+
+    The ranks step on their own, and at a meeting they exchange the momenta since the last one, weighted by the learning
+    rate. They meet after every step until `freeze_step`, and afterwards every `every` steps: a number, or a table such
+    as {32768: 2} by the number of steps since the freeze, as the option `every` of outer steps. The second moment takes
+    the mean gradients of some steps, which are exchanged as they are: of every step at first, and half as often after
+    each `var_update_scaler` of them, until `freeze_step`.
+
+    Give `freeze_step`, or `total_steps`, of which 20 % are taken. The exchange and the other arguments are those of
+    `OneBitAdam`, and elements whose second moment is zero keep their weights. A GradScaler is refused: a rank that left
+    a step out would be alone with it. Between two meetings, the weights of the ranks differ. Such a state can be loaded
+    on as many ranks only.
+
+    Reference: Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", ICLR 2023,
+    Algorithm 1. The defaults are those of DeepSpeed.
+    """
+
+    rule = zero_one.ZeroOneAdam
+
+    # The gradients in the second moment, the step of the next one, and the sum of the learning rates since the last
+    # meeting.
+    kept: ClassVar[Mapping[str, Any]] = {"learnt": 0, "learn_at": 1, "rates": 0.0}
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        *,
+        every: int | Mapping[int, int] = EVERY,
+        var_update_scaler: int = 16,
+        **options: Any,
+    ) -> None:
+        self._every, self._scaler = every, var_update_scaler
+        super().__init__(params, lr, **options)
+
+    def _settle(self, library: Library, total_steps: int | None) -> None:
+        super()._settle(library, total_steps)
+        first, *_ = self.param_groups
+        if first["freeze_step"] is None:
+            raise ConfigError(
+                f"{self._where}: expected freeze_step or total_steps, received neither; name one of them."
+            )
+        if self._scaler < 1:
+            raise ConfigError(f"{self._where}: var_update_scaler must be at least 1, received {self._scaler!r}.")
+        outer = make_outer({"every": self._every})
+        assert outer is not None
+        self._meetings: OuterSteps = outer
+
+    def _options(self) -> dict[str, Any]:
+        own = {"every": self._meetings.to_config()["every"], "var_update_scaler": self._scaler}
+        return {**super()._options(), **own}
+
+    def _advance(self) -> None:
+        if hasattr(self, "found_inf"):
+            raise StepError(
+                f"{self._where}: a GradScaler calls step(), and could skip it on one rank between two meetings; train "
+                "in bfloat16, or use OneBitAdam."
+            )
+        first, *_ = self.param_groups
+        number, freeze_step = first["step"] + 1, first["freeze_step"]
+        learns = number == first["learn_at"] <= freeze_step
+        meets = number <= freeze_step or bool(self._meetings.meetings(number - freeze_step))
+        means = self._exchange(self._gradients, self._gradient) if learns else None
+        advanced: dict[torch.Tensor, dict[str, Any]] = {}
+
+        def advance(p: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+            rule, ops = self._rule_of(group), OPS(str(p.device))
+            state = self._state_of(p, rule)
+            if means is not None:
+                state = rule.learn(ops, flat(p), flat(means[self._names[p]]), state)
+            advanced[p] = rule.advance(ops, flat(p), flat(self._gradient(p, group)), state, self._rate(group, number))
+            return advanced[p]["moved"].view(p.shape)
+
+        # Nothing is changed until all exchanges are over.
+        merged = self._exchange(self.grace.run, advance) if meets else None
+        for group in self.param_groups:
+            group["learnt"] += learns
+            group["rates"] += self._rate(group, number)
+            rule, lr, rates, learnt = self._rule_of(group), float(group["lr"]), group["rates"], group["learnt"]
+            for p in group["params"]:
+                if merged is None and p.requires_grad:
+                    advance(p, group)
+                if p not in advanced:
+                    self._rest(p, rule)
+                    continue
+                ops, state = OPS(str(p.device)), advanced[p]
+                taken = state.pop("step") + 1
+                if merged is None:
+                    weights, state = rule.alone(ops, flat(p), state, lr, self._rate(group, number), learnt)
+                else:
+                    weights, state = rule.meet(ops, flat(p), flat(merged[self._names[p]]), state, lr, rates, learnt)
+                p.copy_(weights.view(p.shape))
+                self._keep(p, taken, state)
+            group["step"] = number
+            if merged is not None:
+                group["rates"] = 0.0
+            if learns:
+                group["learn_at"] = number + 2 ** (group["learnt"] // self._scaler)
+        self.grace.rollback.release()
+
+    def _rate(self, group: Mapping[str, Any], number: int) -> float:
+        """Return the learning rate of a step, corrected for the momentum's start at zero."""
+        return float(group["lr"]) / (1 - group["betas"][0] ** number)
+
+    def _rest(self, p: torch.Tensor, rule: Any) -> None:
+        """Return a parameter that was frozen between two meetings to its weights after the last one."""
+        if "anchor" in self.state.get(p, {}):
+            state = self._state_of(p, rule)
+            p.copy_(state.pop("anchor").view(p.shape))
+            fresh = rule.init(OPS(str(p.device)), flat(p))
+            self._keep(p, state.pop("step"), {**fresh, "exp_avg_sq": state["exp_avg_sq"]})
+
+    def _equal(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for p, name in self._names.items():
+            state = self.state.get(p, {})
+            found[name] = state.get("anchor", p)
+            if state:
+                found[f"exp_avg_sq of {name}"] = state["exp_avg_sq"]
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:  # type: ignore[override]
+        """Load a state as that of `OneBitAdam`; one from between two meetings on as many ranks as have saved it."""
+        one = state_dict[0] if isinstance(state_dict, list) else state_dict
+        size = len(state_dict) if isinstance(state_dict, list) else one.get("grace", {}).get("size")
+        if any(group.get("rates") for group in one.get("param_groups", ())) and size != self.grace.size:
+            raise StateError(
+                f"checkpoint: {size} ranks saved it between two meetings, when each had weights of its own, and "
+                f"{self.grace.size} load it; expected as many ranks. Save after a meeting."
+            )
+        super().load_state_dict(state_dict)
