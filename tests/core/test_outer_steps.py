@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -396,6 +397,7 @@ def test_losses_must_be_told_where_periods_follow_them():
     training.sim.note_loss(1.0, 2.0)
     training.step()
     assert training.sim.stats()["outer"]["rounds"] == 1
+    assert [training.sim.scalars(rank)["grace/loss"] for rank in range(2)] == [1.0, 2.0]
     saved = copy.deepcopy(training.sim.state_dict())
     saved["ranks"][0]["outer"]["losses"]["first"] = "x"
     with pytest.raises(StateError, match="outer, losses, first"):
@@ -782,6 +784,9 @@ def test_statistics_say_how_far_the_ranks_were_apart():
         "bytes_per_step": 0,
         "distance": None,
         "cosine": None,
+        "loss": None,
+        "utilisation": None,
+        "needed_bandwidth": None,
         "participates": True,
     }
     training.step(5)
@@ -790,6 +795,59 @@ def test_statistics_say_how_far_the_ranks_were_apart():
     assert found["bytes_per_step"] == pytest.approx(training.sim.stats()["wire_bytes"] / 4, rel=0.05)
     assert 0 < found["distance"] < 10
     assert 0.2 < found["cosine"] < 1
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_statistics_say_what_share_of_the_time_meetings_take(delay, monkeypatch):
+    """By a clock that goes on by 0.2 s in an inner step, and by 0.05 s in a meeting."""
+    from grace.core.step.step import Step
+
+    now, finish = [0.0], Step.finish
+
+    def slowly(self, *given):
+        now[0] += 0.05
+        return finish(self, *given)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Step, "finish", slowly)
+    training = Training({"every": 4, "delay": delay}, ranks=1, shapes={"w": (500,)})
+    for step in range(4 + delay):
+        now[0] += 0.2
+        training.step()
+        training.sim.note_loss(step)
+    assert training.sim.stats()["outer"]["utilisation"] is None
+    for _ in range(8):
+        now[0] += 0.2
+        training.step()
+    found = training.sim.stats()["outer"]
+    assert found["utilisation"] == pytest.approx(0.8 / 0.85)
+    # A single rank needs no link.
+    assert found["needed_bandwidth"] == 0
+    assert training.sim.scalars()["grace/utilisation"] == found["utilisation"]
+    monkeypatch.undo()
+    many = Training({"every": 4, "delay": delay}, ranks=4, shapes={"w": (500,)})
+    many.step(4 + delay + 4)
+    meter = many.sim.outers[0]._occupied
+    assert (meter.meetings, meter.steps, meter.link_bytes) == (1, 4, 2 * 3 / 4 * many.sim.stats()["wire_bytes"])
+    meter._computing, meter._exchanging = 4 * 0.2, 1.0
+    allowed = 4 * 0.2 / 19 + delay * 0.2
+    needed = many.sim.stats()["outer"]["needed_bandwidth"]
+    assert needed == pytest.approx(8 * meter.link_bytes / allowed)
+
+
+def test_the_log_says_once_what_network_would_suffice(caplog):
+    training = Training({"every": 2}, ranks=2)
+    with caplog.at_level("INFO", logger="grace"):
+        training.step(8)
+        assert not caplog.records, "a simulation sends nothing"
+        training.sim.outers[0].tells = True
+        training.step(8)
+    (record,) = caplog.records
+    assert re.fullmatch(
+        r"grace: the ranks meet every [\d.e-]+ s, and inner steps take [\d.]+ % of the time\. For 95 %, a link must "
+        r"carry [\d.e+]+ [kMG]?bit/s\.",
+        record.getMessage(),
+    )
 
 
 def test_a_change_of_options_keeps_outer_steps():

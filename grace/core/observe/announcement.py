@@ -42,17 +42,39 @@ def announce(
     ends = f"until {counted} {stages[number + 1][0]}, " if number + 1 < len(stages) else ""
     meetings = "" if outer is None else f" Outer steps: {outer}."
     period = counted if outer is None or outer.count == 1 else "period"
-    text = f"grace: {began}{ends}{summary(plan, ranks, period)}{meetings} {report} lists them."
+    say(f"grace: {began}{ends}{summary(plan, ranks, period)}{meetings} {report} lists them.")
+    log = logger()
+    if log.hasHandlers() and log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", plan.report())
+
+
+def say(text: str) -> None:
+    """Log a line with the level INFO; if nothing has set up logging, it goes to stderr, as warnings do."""
+    import logging
+
     log = logger()
     if log.hasHandlers():
         log.info("%s", text)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s", plan.report())
     elif log.level <= logging.INFO > log.manager.disable and logging.root.level <= logging.WARNING:
         # Python's last resort shows warnings only.
         record = log.makeRecord(log.name, logging.INFO, __file__, 0, "%s", (text,), None)
         if logging.lastResort is not None and log.filter(record):
             logging.lastResort.handle(record)
+
+
+def tell_need(seconds: float, utilisation: float, needed: float) -> None:
+    """Say in one line what share of the time meetings leave to inner steps, and the link that leaves 95 %.
+
+    `seconds` are those from one meeting to the next, and `needed` the bits per second of that link.
+    """
+    size, unit = needed, "bit/s"
+    for larger in ("kbit/s", "Mbit/s", "Gbit/s"):
+        if size >= 999.5:
+            size, unit = size / 1000, larger
+    say(
+        f"grace: the ranks meet every {seconds:.3g} s, and inner steps take {100 * utilisation:.1f} % of the time. For "
+        f"95 %, a link must carry {size:.3g} {unit}."
+    )
 
 
 def summary(plan: Plan, ranks: int, period: str = "step") -> str:

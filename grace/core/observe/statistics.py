@@ -153,4 +153,6 @@ def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
         found["relative_error"] = sum(errors) / len(errors)
     if norms:
         found["residual_norm"] = math.hypot(*norms)
+    outer = stats.get("outer", {})
+    found |= {key: outer[key] for key in ("distance", "cosine", "loss", "utilisation") if outer.get(key) is not None}
     return {f"grace/{name}": value for name, value in found.items()}

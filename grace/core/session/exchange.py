@@ -146,6 +146,8 @@ class Exchange(ABC):
         if self._speaks:
             warn((text for _, plan in stages for text in plan.warnings), self.warned)
             announce(stages, self.size, f"{self.called}.report()", step, self.config.outer)
+            for outer in self.outers:
+                outer.tells = True
 
     # --- what users call --------------------------------------------------------------------------------------------
 
@@ -176,9 +178,10 @@ class Exchange(ABC):
 
         `grace/wire_bytes` and `grace/dense_bytes` are the bytes of the last step of this rank with and without
         compression, and `grace/ratio` is their quotient. `grace/compress_seconds`, `grace/wait_seconds` and
-        `grace/merge_seconds` are the sums of these phases over all buckets; they are left out if no times are known.
-        With `track_norms` there are also `grace/relative_error`, the mean of |x - C(x)| / |x| over the compressed
-        tensors, and `grace/residual_norm`, the norm |e| of all residuals together.
+        `grace/merge_seconds` are the sums of these phases over all buckets; they are left out if no times are known. Of
+        outer steps there are `grace/loss`, `grace/utilisation`, `grace/distance` and `grace/cosine` of this rank, as
+        far as they are known. With `track_norms` there are also `grace/relative_error`, the mean of |x - C(x)| / |x|
+        over the compressed tensors, and `grace/residual_norm`, the norm |e| of all residuals together.
         """
         return scalars(self.stats())
 

@@ -15,14 +15,17 @@ from typing import Any, NamedTuple, TypeAlias
 from grace.core.config.config import Config, Method
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError, StateError, StepError
+from grace.core.observe.announcement import tell_need
 from grace.core.ops.composites import ArrayOps
 from grace.core.outer.average import Average
 from grace.core.plan.plan import Modules
+from grace.core.session.occupied import Occupied
 from grace.core.spec import Array, State, TensorSpec
 from grace.core.state.checks import check_mapping, check_number, convert_state, show, unreadable
 from grace.core.state.merge import shares
 from grace.core.state.run import Run
 from grace.core.step.step import Outcome
+from grace.core.transport.collectives import KINDS, copies
 
 #: Makes a saved array one of the form of the current one.
 Convert: TypeAlias = Callable[[Array, Array], Array]
@@ -213,6 +216,11 @@ class OuterRun:
         self._started = False
         # Bytes sent and inner steps taken in this process.
         self._sent = self._taken = 0
+        self._occupied = Occupied()
+        #: True until the user has been told what network would suffice, on the rank that tells.
+        self.tells = False
+        # The mean of the losses that this rank has noted in the last period.
+        self._own_loss: float | None = None
         # How far this rank was from the others at the last meeting, if the run tracks norms.
         self._spread: dict[str, float | None] = {"distance": None, "cosine": None}
 
@@ -271,6 +279,7 @@ class OuterRun:
         `resting` names tensors that train on no rank: they keep their weights and states.
         """
         self._check(weights)
+        self._occupied.mark(exchanging=False)
         state = self.state
         step = state.steps + 1
         self._poll()
@@ -287,6 +296,8 @@ class OuterRun:
         self._state = state._replace(steps=step, flight=flight)
         self._taken += 1
         self._poll()
+        self._occupied.stepped()
+        self._occupied.mark(exchanging=True)
 
     def note_loss(self, loss: float) -> None:
         """Note the loss of an inner step of this rank; see `Exchange.note_loss`."""
@@ -356,7 +367,7 @@ class OuterRun:
                 written[name] = change
                 continue
             anchors[name], kept[name], written[name] = self._meet(name, flight.sent, change, weights)
-        losses = state.losses
+        losses = state.losses._replace(total=0.0, number=0)
         if _LOSS in written:
             loss = float(self._ops(_LOSS).sum(written.pop(_LOSS)))
             losses = Losses(first=losses.first or loss, last=loss)
@@ -365,11 +376,28 @@ class OuterRun:
 
     def commit(self, landing: Landing) -> dict[str, Array]:
         """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
+        on_links = 0.0
         for module, outcome in landing.outcomes.items():
             self._run.commit(outcome, module)
             self._sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
+            size = self._run.transport.size
+            on_links += sum(x * float(copies(kind, size)) for (kind, _), x in outcome.notes.items() if kind in KINDS)
+        losses = self.state.losses
+        self._own_loss = losses.total / losses.number if losses.number else None
         self._state, self._started = landing.state, False
+        self._occupied.met(on_links)
+        self._tell()
         return landing.weights
+
+    def _tell(self) -> None:
+        """Tell the user once what network would suffice, after the second meeting that follows the warm-up."""
+        used, needed = self._occupied.utilisation, self._needed()
+        if self.tells and used is not None and needed and self.state.met > self.outer.warmup:
+            self.tells = False
+            tell_need(self._occupied.seconds, used, needed)
+
+    def _needed(self) -> float | None:
+        return self._occupied.needed(0.95, self.outer.delay_after(self.state.steps))
 
     def shaped(self, flat: Mapping[str, Array]) -> dict[str, Array]:
         """Return new arrays of flat weights in their shapes, which the caller may change."""
@@ -470,12 +498,26 @@ class OuterRun:
         meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
         from the others. Both are None unless `track_norms` was set. `participates` is False if this rank will
         contribute nothing to the next meeting, and need not train until then.
+
+        `loss` is the mean of the losses that this rank has noted in the period before the last meeting. `utilisation`
+        is the share of the time that inner steps take, and `needed_bandwidth` the bits per second that a link must
+        carry for 95 % of it; both count host times since the first meeting of this process, and are None before the
+        second one.
         """
         state = self.state
         sent = self._sent / self._taken if self._taken else 0.0
-        counts = {"steps": state.steps, "rounds": state.rounds, "bytes_per_step": sent}
         every = {"every": self._period()} if self.outer.adapt else {}
-        return {**counts, **every, **self._spread, "participates": self._factor(state.steps + 1) > 0}
+        return {
+            "steps": state.steps,
+            "rounds": state.rounds,
+            "bytes_per_step": sent,
+            **every,
+            **self._spread,
+            "loss": self._own_loss,
+            "utilisation": self._occupied.utilisation,
+            "needed_bandwidth": self._needed(),
+            "participates": self._factor(state.steps + 1) > 0,
+        }
 
     # --- what belongs where -----------------------------------------------------------------------------------------
 
