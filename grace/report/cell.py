@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,8 @@ from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.collectives import KINDS
 from grace.report.data_sets import BUILT_IN, DATA_SETS, files
 from grace.report.methods import Method, methods
-from grace.report.task import Task, Training, find_task
+from grace.report.replicas import Replicas, replicas
+from grace.report.task import Task, find_task
 
 # Loss and quality of a run are measured at its start and this many times, the last time at its end.
 POINTS = 10
@@ -129,7 +130,8 @@ def train(cell: Cell) -> dict[str, Any]:
     gradients. `sends` says in how many collectives of each kind a rank sends something per step, on average: in most
     broadcasts it only receives. `compute_seconds` of a rank's gradients, with the optimizer step of a process, and
     `exchange_seconds` of what one rank does in the exchange are processor times of one core, medians of the steps;
-    `seconds` is the time of the whole cell, as a clock tells it.
+    `seconds` is the time of the whole cell, as a clock tells it. With outer steps, loss and quality are those of the
+    weights that the ranks have in common, and `exchange_seconds` is a mean.
 
     `tried` has pairs of a learning rate and the loss of its run where ranks vote, and of a threshold and the bytes of
     its run for a method that sends the bytes of another. The latter has its `threshold` as well.
@@ -209,52 +211,37 @@ def _run(task: Task, cell: Cell, seed: int, steps: int, factor: float) -> dict[s
     momentum = 0.0 if cell.method.accelerates else task.momentum
     with _quiet():
         data = {"data": cell.data} if cell.data else {}
-        training = task.start(seed, cell.ranks, steps=steps, lr=task.lr * factor, momentum=momentum, **data)
-        config = {**cell.method.config, "seed": seed}
-        simulation = grace.Simulation(cell.ranks, training.shapes, config, framework=training.framework)
-        return _trained(training, simulation, steps)
+        settings = {"steps": steps, "lr": task.lr * factor, "momentum": momentum, **data}
+        start = functools.partial(task.start, seed, cell.ranks, **settings)
+        return _trained(replicas(start, {**cell.method.config, "seed": seed}, cell.ranks), steps)
 
 
-def _trained(training: Training, simulation: grace.Simulation, steps: int) -> dict[str, Any]:
-    ranks, curve = simulation.size, [(0, training.loss(), training.quality())]
-    errors, sent, kinds, compute, exchange = [], [], [], [], []
-    dense = 0
+def _trained(ranks: Replicas, steps: int) -> dict[str, Any]:
+    curve, errors, taken = [(0, *ranks.evaluate())], [], 0
     points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
     for step in range(steps):
-        # The processor's time leaves out that other programs run meanwhile, or that this one is paused.
-        started = time.process_time()
-        gradients = [training.gradients(rank, step) for rank in range(ranks)]
-        ready = time.process_time()
-        # All ranks receive the same bits, so one copy of the weights stands for all.
-        merged = simulation.step(gradients, lr=training.rate(step))[0]
-        done = time.process_time()
-        training.apply(merged, step)
-        exchange.append((done - ready) / ranks)
-        compute.append((ready - started) / ranks + time.process_time() - done)
-        # Bytes may depend on the data; over the run every rank counts.
-        stats = simulation.stats(step % ranks)
-        sent.append(stats["wire_bytes"])
-        kinds.append(stats["collectives"])
-        dense = stats["dense_bytes"]
+        ranks.advance(step)
+        taken += 1
         if step + 1 in points:
-            curve.append((step + 1, training.loss(), training.quality()))
-            errors += [[step + 1, error] for error in _error(simulation)]
+            curve.append((step + 1, *ranks.evaluate()))
+            errors += [[step + 1, error] for error in _error(ranks.simulation)]
             if not abs(curve[-1][1]) <= DIVERGED * abs(curve[0][1]):
                 break
     first, last = curve[0][1], curve[-1][1]
     ended = curve[-1][0] == steps and abs(last) <= DIVERGED * abs(first)
+    sent, (compute, exchange), sends = ranks.sent(), ranks.seconds, ranks.simulation.network.sends
     return {
         "curve": [[step, *(x if math.isfinite(x) else None for x in measured)] for step, *measured in curve],
         "errors": errors,
         "loss": last if ended else None,
         "quality": curve[-1][2] if ended else None,
         "diverged": not (ended and last <= first),
-        "bytes": statistics.fmean(sent),
-        "collectives": {kind: statistics.fmean(step[kind] for step in kinds) for kind in KINDS},
-        "sends": {kind: simulation.network.sends[kind] / (ranks * len(sent)) for kind in KINDS},
-        "dense_bytes": dense,
-        "compute_seconds": statistics.median(compute),
-        "exchange_seconds": statistics.median(exchange),
+        "bytes": sum(sent.values()),
+        "collectives": sent,
+        "sends": {kind: sends[kind] / (ranks.simulation.size * taken) for kind in KINDS},
+        "dense_bytes": ranks.simulation.stats()["dense_bytes"],
+        "compute_seconds": compute,
+        "exchange_seconds": exchange,
     }
 
 

@@ -1,8 +1,4 @@
-"""A task of the study, and one run of it.
-
-All replicas have equal weights, so a run keeps one copy of them, and computes the gradients of the simulated ranks one
-after the other.
-"""
+"""A task of the study, and one run of it."""
 
 from __future__ import annotations
 
@@ -55,6 +51,14 @@ class Training(Protocol):
 
     def apply(self, merged: Mapping[str, Array], step: int) -> None:
         """Take one optimizer step with the merged gradients, clipping and learning-rate schedule included."""
+        ...
+
+    def get_weights(self) -> dict[str, Array]:
+        """Return the weights by name, as they are now."""
+        ...
+
+    def set_weights(self, weights: Mapping[str, Array]) -> None:
+        """Take over these weights; what the optimizer keeps stays as it is."""
         ...
 
     def loss(self) -> float:

@@ -130,6 +130,31 @@ def test_a_rank_sends_in_one_of_the_broadcasts_of_a_step():
     assert found["sends"] == {"allreduce": 0, "allgather": 0, "alltoall": 0, "broadcast": 1}
 
 
+def test_outer_steps_train_a_copy_of_each_rank():
+    """The mean of the weights after each step is the step with the mean gradient."""
+    dense, every = train(make(steps=20)), train(make("none:outer=update", steps=20))
+    for (step, loss, _), (other, same, _) in zip(dense["curve"], every["curve"], strict=True):
+        assert step == other
+        assert same == pytest.approx(loss, rel=1e-4)
+    assert every["bytes"] == pytest.approx(dense["bytes"])
+    rare = train(make('none:outer={"every":5}', steps=20))
+    assert rare["bytes"] == pytest.approx(dense["bytes"] / 5)
+    assert rare["sends"]["allreduce"] == 1 / 5
+    assert rare["loss"] != pytest.approx(dense["loss"], rel=1e-4)
+
+
+def test_a_look_at_the_common_weights_leaves_those_of_the_rank(monkeypatch):
+    """In the middle of a period, the losses are those of the last meeting, and the run goes on."""
+    label = 'none:outer={"every":10}'
+    often = train(make(label, steps=20))
+    monkeypatch.setattr(module, "POINTS", 2)
+    seldom = train(make(label, steps=20))
+    losses = {step: loss for step, loss, _ in often["curve"]}
+    assert losses[8] == losses[0]
+    assert losses[12] == losses[10] != losses[20]
+    assert [(step, loss) for step, loss, _ in seldom["curve"]] == [(step, losses[step]) for step in (0, 10, 20)]
+
+
 def test_the_errors_are_those_of_error_feedback(monkeypatch):
     kept = [3.0, 5.0]
 

@@ -61,6 +61,14 @@ class Ratings:
             self._moved[name] = self._momentum * self._moved[name] + merged[name]
             self.weights[name] = w - self._lr * self._moved[name]
 
+    def get_weights(self) -> Arrays:
+        """Return the weights by name; a step makes new ones."""
+        return dict(self.weights)
+
+    def set_weights(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Take over these weights."""
+        self.weights = dict(weights)
+
     def loss(self) -> float:
         """Return the mean square error over all ratings: the task tests how well one optimizes."""
         x, y = self.weights["users"][self._user], self.weights["items"][self._item]

@@ -94,6 +94,17 @@ class TorchTraining(ABC):
         self._optimizer.step()
         self._evaluated = None
 
+    def get_weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights by name."""
+        return {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over these weights; the optimizer and the buffers stay as they are."""
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                p.copy_(weights[name])
+        self._evaluated = None
+
     def loss(self) -> float:
         """Return the mean loss over the validation data."""
         return self._results()[0]
