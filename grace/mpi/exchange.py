@@ -76,7 +76,7 @@ class MPIExchange(Exchange):
         that have met.
         """
         if self.outers:
-            return self._meet(gradients)
+            return self._meet(gradients, lr)
         shapes = {item.spec.name: item.spec.shape for item in self.plan.assignments}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         if given != shapes:
@@ -110,13 +110,13 @@ class MPIExchange(Exchange):
         for outer in self.outers:
             outer.begin(weights)
 
-    def _meet(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+    def _meet(self, weights: Mapping[str, Array], lr: float | None) -> dict[str, Array]:
         (outer,) = self.outers
         before = outer.state
         if outer.meets_next and is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
-            outer.send(weights)
+            outer.send(weights, lr=lr)
             return {**weights, **outer.shaped(outer.receive(weights))}
         except BaseException:
             self.run.discard()

@@ -12,6 +12,7 @@ from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
 from grace.core.spec import TensorSpec
 from grace.core.transport.transport import Transport
+from grace.torch.steps import describe
 from grace.torch.tensors import own_part, spec_of
 
 #: Returns the buffers of a model by name, as they are now.
@@ -34,6 +35,12 @@ class Beside:
         where: str,
     ) -> None:
         self._outer, self._optimizer, self._names = outer, optimizer, names
+        kind = describe(optimizer)
+        if outer.variates and (kind.adaptive or kind.momentum):
+            raise ConfigError(
+                f"{where}: control variates suppose that an inner step moves weights by learning rate times gradient, "
+                f"received {kind.name} with momentum {kind.momentum:g}; use SGD without, or leave variates out."
+            )
         # A mean that only the first rank contributes to is the buffer of the first rank.
         self._factor = transport.size * (transport.rank == 0) if outer.buffers == "first" else 1
         self._buffers = buffers if outer.buffers != "local" else dict

@@ -68,13 +68,23 @@ class OuterAdapter(OptimizerAdapter):
             self.check_frozen()
             if self.outer.outer.adapt == "loss":
                 self.outer.note_loss(float(loss))
+            self._correct()
             return loss
 
         if closure is None:
             self.check_frozen()
+            self._correct()
         loss = self.plain.step() if closure is None else self.plain.step(evaluate)
         self._end()
         return loss
+
+    @torch.no_grad()
+    def _correct(self) -> None:
+        """Subtract the control variates from the gradients."""
+        variates = self.outer.state.variates
+        for p, name in self.names.items():
+            if name in variates and p.grad is not None:
+                own_part(p.grad).sub_(variates[name].view(own_part(p).shape))
 
     def _begin(self) -> None:
         self.rollback.check()
@@ -90,7 +100,8 @@ class OuterAdapter(OptimizerAdapter):
             self.rollback.keep()
         weights = self._weights()
         # What was frozen in mid-run keeps its residual and its weight.
-        self.outer.send(weights, [name for p, name in self.names.items() if not p.requires_grad])
+        resting = [name for p, name in self.names.items() if not p.requires_grad]
+        self.outer.send(weights, resting, self._rates() if self.outer.outer.variates else None)
         if not self.outer.is_due:
             return
         self.exchange.comparisons.finish()
@@ -98,6 +109,10 @@ class OuterAdapter(OptimizerAdapter):
         self._write(met)
         self.beside.write(met)
         self.rollback.release()
+
+    def _rates(self) -> dict[str, float]:
+        groups = self.optimizer.param_groups
+        return {self.names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in self.names}
 
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         for p, name in self.names.items():

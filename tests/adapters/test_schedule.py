@@ -126,7 +126,9 @@ def test_states_of_the_inner_optimizer_and_buffers_meet_as_well(launch):
         assert "running_mean" not in report
         assert "1.running_mean" in rank["average"]["report"]
         assert [rank["adacomm"][key] for key in ("steps", "rounds", "every")] == [8, 2, 2]
+        assert rank["variates"] < 1e-5
         errors = rank["errors"]
+        assert "received SGD with momentum 0.5; use SGD without" in errors["momentum"]
         assert "Adam keeps exp_avg, exp_avg_sq; name these" in errors["unknown state"]
         assert "SGD keeps no arrays" in errors["no state"]
         assert "a copy of it cannot take one" in errors["no step"]
@@ -165,7 +167,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 @on(TWO_TENSORFLOW)
 def test_what_no_graph_can_do_is_refused(launch):
     for errors in scenario("tf_outer_refusals", launch):
-        told = "fragments, delay, adapt, participation and weight are not supported"
+        told = "fragments, delay, adapt, participation, weight and variates are not supported"
         assert all(told in error for error in errors[:2]), errors
         assert "backward_passes_per_step would have no effect" in errors[2]
         assert "it exchanges gradients and cannot take outer steps" in errors[3]

@@ -625,6 +625,83 @@ def test_who_is_out_keeps_the_residual_and_sends_a_header(framework):
     assert max(sent[False]) <= 16 < min(sent[True])
 
 
+class Apart:
+    """Ranks that take SGD steps on (1 + rank) |w - rank|^2 / 2, in a simulation and by the paper's Algorithm 1."""
+
+    optimum = sum((1 + rank) * rank for rank in range(3)) / 6
+
+    def __init__(self, config, outer, framework="numpy"):
+        self.sim = grace.Simulation(3, {"w": (30,)}, config, outer=outer, framework=framework)
+        self.ops = self.sim.run.ops("cpu")
+        self.sim.begin({"w": array(self.ops, np.zeros(30), "float32")})
+        self.weights = [{"w": array(self.ops, np.zeros(30), "float32")} for _ in range(3)]
+
+    def step(self, lr):
+        moved = []
+        for rank, own in enumerate(self.weights):
+            w, h = (host(self.ops, x["w"]) for x in (own, self.sim.variates(rank)))
+            gradient = (1 + rank) * (w - rank) - h
+            moved.append({"w": array(self.ops, (w - lr * gradient).astype(np.float32), "float32")})
+        self.weights = self.sim.step(moved, lr)
+
+    def values(self, rank=0):
+        return host(self.ops, self.weights[rank]["w"])
+
+
+@every_framework
+def test_control_variates_follow_scaffold(framework):
+    """With Option II of the paper, c_i of each rank and c of the server, and a learning rate that changes."""
+    outer = {"every": 4, "variates": True, "lr": 0.9, "optimizer": "sgd"}
+    training = Apart(NONE, outer, framework)
+    x, c, own_c = np.zeros(30), np.zeros(30), [np.zeros(30) for _ in range(3)]
+    for meeting in range(6):
+        rates = [0.05 / (1 + meeting)] * 3 + [0.02]
+        y = [x.copy() for _ in range(3)]
+        for lr in rates:
+            training.step(lr)
+            y = [w - lr * ((1 + i) * (w - i) - own_c[i] + c) for i, w in enumerate(y)]
+        new_c = [own_c[i] - c + (x - w) / sum(rates) for i, w in enumerate(y)]
+        x = x + 0.9 * (sum(y) / 3 - x)
+        c, own_c = c + sum(n - o for n, o in zip(new_c, own_c, strict=True)) / 3, new_c
+        np.testing.assert_allclose(training.values(), x, rtol=1e-5, atol=1e-6)
+        found = [host(training.ops, training.sim.variates(rank)["w"]) for rank in range(3)]
+        np.testing.assert_allclose(found, np.array(own_c) - c, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [NONE, TOPK], ids=["none", "topk"])
+def test_with_control_variates_ranks_that_differ_reach_the_optimum_of_all(config):
+    """Without them, local steps end elsewhere; with a checkpoint in the middle of a period, the bits are the same."""
+    with_variates, resumed, without = (
+        Apart(config, {"every": 8, "variates": variates}) for variates in (True, True, False)
+    )
+    without.sim.variates = lambda rank: {"w": np.float32(0)}
+    for step in range(500):
+        if step == 101:
+            assert resumed.sim.load_state_dict(copy.deepcopy(with_variates.sim.state_dict()))
+            resumed.weights = list(with_variates.weights)
+        for training in (with_variates, without) if step < 101 else (with_variates, resumed, without):
+            training.step(0.05)
+    assert np.abs(with_variates.values() - Apart.optimum).max() < 1e-3
+    assert np.abs(without.values() - Apart.optimum).max() > 0.02
+    assert (resumed.values() == with_variates.values()).all()
+    for damage in ({"rates": {"w": -1.0}}, {"variates": {}}, {"rates": 5}):
+        saved = copy.deepcopy(with_variates.sim.state_dict())
+        saved["ranks"][0]["outer"].update(damage)
+        with pytest.raises(StateError, match="checkpoint"):
+            with_variates.sim.load_state_dict(saved)
+
+
+def test_control_variates_need_learning_rates_and_outer_steps():
+    with pytest.raises(StepError, match="need the learning rate of each inner step"):
+        Training({"every": 2, "variates": True}).step()
+    with pytest.raises(StepError, match="variates: no outer steps are taken here"):
+        grace.Simulation(2, SHAPES, NONE).variates()
+    with pytest.raises(StepError, match="common_weights: no outer steps are taken here"):
+        grace.Simulation(2, SHAPES, NONE).common_weights()
+    with pytest.raises(ConfigError, match=r"what QSGD.* drops would add up in the control variates"):
+        Training({"every": 2, "variates": True}, {"compressor": "qsgd"})
+
+
 def test_what_accompanies_weights_needs_outer_steps():
     with pytest.raises(ConfigError, match="tensor 'u': rounds is the number of meetings"):
         grace.Simulation(2, [TensorSpec("w", (3,)), TensorSpec("u", (3,), rounds=1)], NONE)
@@ -932,6 +1009,8 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 2, "adapt": -1.0}, "adapt must be at least 0"),
         ({"every": 2, "adapt": "fast"}, "option 'adapt': expected"),
         ({"every": {4: 2}, "adapt": 0.5}, "changes the periods of the model and needs a number as every"),
+        ({"every": 4, "variates": True, "delay": 1}, "variates need meetings of all ranks"),
+        ({"every": 4, "variates": True, "optimizer": "elastic"}, "variates need meetings of all ranks"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),

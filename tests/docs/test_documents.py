@@ -142,7 +142,7 @@ def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
     for step in range(1, config.outer.phases[-1][1] * max(states.values(), default=1) + 1):
         moved = [{name: x + np.float32(0.01 * rank) for name, x in own.items()} for rank, own in enumerate(ranks)]
         simulation.note_loss(1.0, 1.0, 1.0, 1.0)
-        ranks = simulation.step(moved)
+        ranks = simulation.step(moved, lr=0.1)
         met = simulation.stats()["outer"]["rounds"]
         for name, rounds in {"w": 1, **states}.items():
             together = all(np.array_equal(own[name], ranks[0][name]) for own in ranks)

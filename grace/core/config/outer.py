@@ -76,7 +76,8 @@ class OuterSteps:
     (key, n) average the states of this key at every n-th meeting. `buffers`, the running statistics of a model, become
     the "average", stay "local", or are those of the "first" rank. `participation` is the share of the ranks, rounded
     up, that contribute to a meeting; they are drawn each time. `weight` has a number per rank for the mean, such as
-    that of its samples; without it, all are equal.
+    that of its samples; without it, all are equal. With `variates`, each rank keeps a control variate per tensor, which
+    inner steps subtract from gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD).
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -92,6 +93,7 @@ class OuterSteps:
     buffers: Literal["average", "local", "first"] = "average"
     participation: float = 1.0
     weight: tuple[float, ...] = ()
+    variates: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -125,6 +127,11 @@ class OuterSteps:
             raise ConfigError(
                 f"outer: with participation = {self.participation:g}, a change must be applied at once; leave "
                 f"delay = {self.delay} out."
+            )
+        if self.variates and (self.delay or self.keeps_own or not self.is_plain_mean):
+            raise ConfigError(
+                f"outer: variates need meetings of all ranks, after which they go on with equal weights at once; leave "
+                f"variates out, or alpha, delay, participation, weight and optimizer = 'elastic', received {self}."
             )
         if self.buffers == "first" and not self.is_plain_mean:
             raise ConfigError(
@@ -304,6 +311,8 @@ class OuterSteps:
             parts += [f"mean of the states {key} every {n} meetings" for key, n in self.state]
         elif self.state != "local":
             parts.append(f"states: {self.state}")
+        if self.variates:
+            parts.append("control variates")
         if self.participation < 1:
             parts.append(f"{self.participation:g} of the ranks contribute")
         if self.weight:

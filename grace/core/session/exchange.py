@@ -221,6 +221,16 @@ class Exchange(ABC):
             )
         return self.outers[0].shaped(self.outers[0].state.anchors)
 
+    def variates(self, rank: int = 0) -> dict[str, Array]:
+        """Return copies of the control variates, which an inner step subtracts from its gradients.
+
+        An optimizer of PyTorch does so by itself. A simulation has those of each rank. Raises StepError without outer
+        steps, and before they begin.
+        """
+        if not self.outers:
+            raise StepError("variates: no outer steps are taken here; set outer = {'variates': true}.")
+        return self.outers[rank].variates()
+
     def note_loss(self, *losses: float) -> None:
         """Note the loss of an inner step of outer steps: of this rank, in a simulation one of each rank.
 

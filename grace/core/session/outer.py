@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from grace.core.config.config import Config, Method
+from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.observe.announcement import tell_need
@@ -20,7 +20,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.outer.average import Average
 from grace.core.plan.plan import Modules
 from grace.core.session.occupied import Occupied
-from grace.core.spec import Array, State, TensorSpec
+from grace.core.spec import NO_STATE, Array, State, TensorSpec
 from grace.core.state.checks import check_mapping, check_number, convert_state, show, unreadable
 from grace.core.state.merge import shares
 from grace.core.state.run import Run
@@ -31,6 +31,7 @@ from grace.core.transport.collectives import KINDS, copies
 Convert: TypeAlias = Callable[[Array, Array], Array]
 
 _MEAN = Average()
+NO_RATES: Mapping[str, float] = {}
 # The tensor that brings the mean loss of all ranks.
 _LOSS = "loss of all ranks"
 
@@ -86,6 +87,12 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
         raise ConfigError(
             f"{where}: with participation below 1, some ranks contribute nothing, and {shared[0]} must follow all of "
             "them; use the memory residual or none."
+        )
+    lossy = [m for m in methods if m.compressor != dense_method().compressor and not m.memory.feeds_back]
+    if lossy and config.outer.variates:
+        raise ConfigError(
+            f"{where}: what {lossy[0].compressor} drops would add up in the control variates; use the memory residual, "
+            "or leave variates out."
         )
     counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
     if counting and not config.outer.is_plain_mean:
@@ -177,7 +184,8 @@ class OuterState(NamedTuple):
 
     `steps` counts the inner steps, and `met` is their number at the last meeting. `anchors` has the flat weights after
     the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer. `losses` are of
-    the first and the last period before a meeting, if periods follow them, and of this one.
+    the first and the last period before a meeting, if periods follow them, and of this one. `variates` has the flat
+    control variates, and `rates` the sums of learning rates since the last meeting of each tensor.
     """
 
     steps: int
@@ -187,6 +195,8 @@ class OuterState(NamedTuple):
     kept: Mapping[str, State]
     flight: Flight | None = None
     losses: Losses = Losses()
+    variates: Mapping[str, Array] = NO_STATE
+    rates: Mapping[str, float] = NO_RATES
 
 
 class Landing(NamedTuple):
@@ -255,7 +265,7 @@ class OuterRun:
         flat = {name: self._flat(name, weights) for name in self._weights}
         kept = {name: self._first_state(name, x) for name, x in flat.items()}
         anchors = {name: self._ops(name).copy(x) for name, x in flat.items()}
-        self.restore(OuterState(0, 0, 0, anchors, kept))
+        self.restore(OuterState(0, 0, 0, anchors, kept, variates=self._no_variates()))
 
     def restore(self, state: OuterState | None) -> None:
         """Go on with an earlier state of this object, or of a checkpoint; a flight in it is sent again."""
@@ -273,12 +283,19 @@ class OuterRun:
             self._state = state._replace(anchors={**state.anchors, **read})
         self._poll()
 
-    def send(self, weights: Mapping[str, Array], resting: Collection[str] = ()) -> None:
+    def send(
+        self,
+        weights: Mapping[str, Array],
+        resting: Collection[str] = (),
+        lr: float | Mapping[str, float] | None = None,
+    ) -> None:
         """Count an inner step, and start the exchange of the tensors that meet after it.
 
-        `resting` names tensors that train on no rank: they keep their weights and states.
+        `resting` names tensors that train on no rank: they keep their weights and states. `lr` is the learning rate of
+        the step, or that of each tensor, which control variates need.
         """
         self._check(weights)
+        rates = self._rates(lr)
         self._occupied.mark(exchanging=False)
         state = self.state
         step = state.steps + 1
@@ -293,7 +310,7 @@ class OuterRun:
                 if name not in resting
             }
             flight, self._started = Flight(step, changes), False
-        self._state = state._replace(steps=step, flight=flight)
+        self._state = state._replace(steps=step, flight=flight, rates=rates)
         self._taken += 1
         self._poll()
         self._occupied.stepped()
@@ -309,6 +326,42 @@ class OuterRun:
         losses = self.state.losses
         new = losses._replace(total=losses.total + loss, number=losses.number + 1)
         self._state = self.state._replace(losses=new)
+
+    def _no_variates(self) -> State:
+        """Return the first control variates."""
+        if not self.outer.variates:
+            return {}
+        return {n: self._ops(n).zeros(self._specs[n].numel, self._specs[n].work_dtype) for n in self._weights}
+
+    def _rates(self, lr: float | Mapping[str, float] | None) -> Mapping[str, float]:
+        """Return the sums of learning rates with that of a step, if control variates need them."""
+        if not self.outer.variates:
+            return NO_RATES
+        if lr is None:
+            raise StepError(
+                "outer steps: control variates are in units of gradients and need the learning rate of each inner "
+                "step, received none; pass lr with the weights."
+            )
+        before = self.state.rates
+        return {n: before.get(n, 0.0) + (lr[n] if isinstance(lr, Mapping) else lr) for n in self._weights}
+
+    def _varied(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> dict[str, Array]:
+        """Return new control variates of tensors from what this rank has moved, and from the mean of all ranks.
+
+        h is what the mean gradient of this rank exceeds that of all by: h + (d - mean d) / (sum of learning rates).
+        """
+        found = {}
+        for name, before in self.state.variates.items():
+            rate = self.state.rates[name] if name in own else 0.0
+            if rate:
+                ops, dtype = self._ops(name), self._specs[name].work_dtype
+                apart = ops.cast(own[name], dtype) - ops.cast(ops.reshape(mean[name], (-1,)), dtype)
+                found[name] = ops.weighted_sum(before, 1, apart, 1 / rate)
+        return found
+
+    def variates(self) -> dict[str, Array]:
+        """Return copies of the control variates in the shapes of the tensors."""
+        return self.shaped(self.state.variates)
 
     def _loss(self) -> dict[str, Array]:
         """Return the mean loss of this rank since the last meeting as a tensor, if the periods follow it."""
@@ -371,7 +424,13 @@ class OuterRun:
         if _LOSS in written:
             loss = float(self._ops(_LOSS).sum(written.pop(_LOSS)))
             losses = Losses(first=losses.first or loss, last=loss)
-        new = OuterState(state.steps, state.steps, state.rounds + 1, anchors, kept, None, losses)
+        variates, rates = state.variates, state.rates
+        if variates:
+            if flight.sent > self.outer.warmup:
+                variates = {**variates, **self._varied(flight.changes, merged)}
+            rates = {name: 0.0 if name in flight.changes else rate for name, rate in rates.items()}
+        rounds = state.rounds + 1
+        new = OuterState(state.steps, state.steps, rounds, anchors, kept, None, losses, variates, rates)
         return Landing(written, new, outcomes)
 
     def commit(self, landing: Landing) -> dict[str, Array]:
@@ -410,7 +469,8 @@ class OuterRun:
         """
         state = self.state
         losses = state.losses._replace(total=0.0, number=0)
-        self.restore(state._replace(steps=state.met, flight=None, losses=losses))
+        # Rates count what weights have moved since, and all weights return.
+        self.restore(state._replace(steps=state.met, flight=None, losses=losses, rates=NO_RATES))
         return dict(state.anchors)
 
     def ground(self) -> None:
@@ -589,6 +649,8 @@ class OuterRun:
             saved["flight"] = {"sent": state.flight.sent, "changes": dict(state.flight.changes)}
         if self.outer.adapt == "loss":
             saved["losses"] = state.losses._asdict()
+        if self.outer.variates:
+            saved |= {"variates": state.variates, "rates": dict(state.rates)}
         return saved
 
     def loaded(self, saved: Any, convert: Convert) -> OuterState:
@@ -625,19 +687,16 @@ class OuterRun:
             expected = {name: zeros[name] for name in meeting if name in sending}
             flight = Flight(int(str(sent)), self._loaded("changes", sending, expected, convert))
         steps, met, rounds = (int(str(count)) for count in counts.values())
-        return OuterState(steps, met, rounds, anchors, kept, flight, self._loaded_losses(state))
-
-    def _loaded_losses(self, state: Mapping[Any, Any]) -> Losses:
-        if self.outer.adapt != "loss":
-            return Losses()
-        saved = check_mapping(state.get("losses"), "outer, losses")
-        given = []
-        for key in Losses._fields:
-            x = saved.get(key)
-            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
-                raise unreadable(f"outer, losses, {key}", "a number from 0 on", show(x))
-            given.append(x)
-        return Losses(*given)
+        made = OuterState(steps, met, rounds, anchors, kept, flight)
+        if self.outer.adapt == "loss":
+            losses = _numbers(state.get("losses"), "outer, losses", Losses._fields)
+            made = made._replace(losses=Losses(**losses))
+        if self.outer.variates:
+            variates = self._loaded("variates", state.get("variates"), self._no_variates(), convert)
+            # Before the first step there are none.
+            rates = _numbers(state.get("rates"), "outer, rates", self._weights if state.get("rates") else ())
+            made = made._replace(variates=variates, rates=rates)
+        return made
 
     def _loaded(self, key: str, saved: Any, expected: State, convert: Convert) -> State:
         """Return one saved array per tensor in the form of those that are expected."""
@@ -656,7 +715,8 @@ class OuterRun:
         """
         parts = shares(self._run.transport.rank, self._run.transport.size, len(states))
         each = [(self.loaded(states[rank], convert), weight) for rank, weight in parts]
-        first = each[0][0]
+        # Control variates add up to zero over the ranks of before only.
+        first = each[0][0]._replace(variates=self._no_variates())
         if first.flight is None:
             return first
         changes = {}
@@ -670,6 +730,16 @@ class OuterRun:
                 total = self._ops(name).weighted_sum(total, 1, state.flight.changes[name], weight)
             changes[name] = total
         return first._replace(flight=first.flight._replace(changes=changes))
+
+
+def _numbers(saved: Any, what: str, keys: Collection[str]) -> dict[str, Any]:
+    """Return the saved numbers of these keys. Raises StateError unless they are finite and at least 0."""
+    given = check_mapping(saved, what)
+    for key in keys:
+        x = given.get(key)
+        if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
+            raise unreadable(f"{what}, {key}", "a number from 0 on", show(x))
+    return {key: given[key] for key in keys}
 
 
 def _check_names(key: str, saved: Mapping[Any, Any], expected: Collection[str]) -> None:

@@ -250,7 +250,7 @@ class Simulation(Exchange):
         for tensors that have met.
         """
         if self.outers:
-            return self._step_outer(gradients)
+            return self._step_outer(gradients, lr)
         if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
@@ -273,13 +273,13 @@ class Simulation(Exchange):
         for outer in self.outers:
             outer.begin(weights)
 
-    def _step_outer(self, weights: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+    def _step_outer(self, weights: Sequence[Mapping[str, Array]], lr: float | None) -> list[dict[str, Array]]:
         before = [outer.state for outer in self.outers]
         if self.outers[0].meets_next and is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
             for outer, mine in zip(self.outers, weights, strict=True):
-                outer.send(mine)
+                outer.send(mine, lr=lr)
             poll_all(self.runs)
             landings = [outer.land(mine) for outer, mine in zip(self.outers, weights, strict=True)]
         except BaseException:

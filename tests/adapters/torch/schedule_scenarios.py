@@ -340,8 +340,38 @@ def outer_beside() -> dict[str, Any]:
     for step in range(8):
         sgd_of.step(lambda step=step: net[0].weight.square().sum() * 0 + (1 + my_rank()) * (1.0 if step < 4 else 0.25))
     results["adacomm"] = adacomm.stats()["outer"]
+    # SCAFFOLD: two groups of parameters with learning rates of their own, and a closure.
+    y = [_layers() for _ in range(world_size())]
+    net, control = _layers(), [[torch.zeros_like(p) for p in y[0].parameters()] for _ in y]
+    groups = [{"params": [p], "lr": 0.05 * (i + 1)} for i, p in enumerate(net.parameters())]
+    inner_sgd = torch.optim.SGD(groups)
+    variates = {"every": 3, "variates": True}
+    grace.torch.register(net, {"compressor": "none"}, outer=variates, optimizer=inner_sgd)
+    for step in range(9):
+        x = [torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + r)) + r for r in range(len(y))]
+        inner_sgd.zero_grad()
+        net(x[my_rank()]).square().mean().backward()
+        inner_sgd.step() if step % 2 else inner_sgd.step(lambda: torch.zeros(()))
+        start = [p.detach().clone() for p in y[0].parameters()] if step % 3 == 0 else start
+        for model, given, own in zip(y, x, control, strict=True):
+            gradients = torch.autograd.grad(model(given).square().mean(), list(model.parameters()))
+            with torch.no_grad():
+                for i, (p, gradient) in enumerate(zip(model.parameters(), gradients, strict=True)):
+                    p -= 0.05 * (i + 1) * (gradient - own[i] + sum(each[i] for each in control) / len(control))
+        if step % 3 == 2:
+            common = [sum(each[i] for each in control) / len(control) for i in range(len(start))]
+            moved = [[a - p.detach() for a, p in zip(start, model.parameters(), strict=True)] for model in y]
+            for own, of_rank in zip(control, moved, strict=True):
+                for i, d in enumerate(of_rank):
+                    own[i] = own[i] - common[i] + d / (3 * 0.05 * (i + 1))
+            for model in y:
+                for i, p in enumerate(model.parameters()):
+                    p.data.copy_(start[i] - sum(of_rank[i] for of_rank in moved) / len(moved))
+    pairs = zip(net.parameters(), y[my_rank()].parameters(), strict=True)
+    results["variates"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
     net = _normed()
     calls = {
+        "momentum": lambda: grace.torch.register(net, {"compressor": "none"}, outer=variates, optimizer=sgd(net)),
         "unknown state": lambda: grace.torch.register(
             net, {"compressor": "none"}, outer={"state": {"exp_av": 2}}, optimizer=torch.optim.Adam(net.parameters())
         ),
