@@ -159,15 +159,21 @@ def run(code, folder, ranks):
     subprocess.run([*launcher, *python, "script.py"], check=True, cwd=folder, env=environment)
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("name", RUNNABLE)
+# Those with PyTorch run beside other tests of ranks, whose servers have imported it.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.distributed) for name in RUNNABLE if name in WITH_TORCH),
+        *(pytest.param(name, marks=pytest.mark.first) for name in RUNNABLE if name not in WITH_TORCH),
+    ],
+)
 def test_the_python_of_a_page_runs(name, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", read(name), re.DOTALL | re.MULTILINE))
     assert code
     run(code, tmp_path, WITH_TORCH.get(name, 0))
 
 
-@pytest.mark.first
+@pytest.mark.distributed
 def test_the_example_of_a_distributed_checkpoint_runs(tmp_path):
     page = read("docs/checkpoints.md").partition("## torch.distributed.checkpoint\n")[2]
     code = page.partition("```py\n")[2].partition("```")[0]

@@ -1,7 +1,7 @@
-"""Run every case with NumPy kernels and print digests of the results. Also run the cases on NaN and infinity.
+"""Run every case with NumPy kernels and print digests of the results. With `endure`, run them on NaN and infinity, too.
 
-The environment chooses the kernels: GRACE_ISA, GRACE_NATIVE (the path of another build), OMP_NUM_THREADS. The argument,
-`even` or `odd`, chooses half of the pairs of a case and a dtype. Either half has every case and every dtype.
+The environment chooses the kernels: GRACE_ISA, GRACE_NATIVE (the path of another build), OMP_NUM_THREADS. The first
+argument, `even` or `odd`, chooses half of the pairs of a case and a dtype. Either half has every case and every dtype.
 """
 
 from __future__ import annotations
@@ -57,5 +57,6 @@ def endure(half: str) -> int:
 
 
 if __name__ == "__main__":
-    half = sys.argv[1]
-    print(json.dumps({"isa": native.module.isa(), "endured": endure(half), "digests": digests(half)}))
+    half, *more = sys.argv[1:]
+    endured = endure(half) if more == ["endure"] else 0
+    print(json.dumps({"isa": native.module.isa(), "endured": endured, "digests": digests(half)}))

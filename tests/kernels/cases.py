@@ -1164,12 +1164,12 @@ def plans(dtype: str) -> Iterator[tuple[int, str, int]]:
     for row in _SMALL:
         if row["dtype"] == dtype:
             yield row["n"], row["kind"], KINDS.index(row["kind"])
-    # The sources are templates of the dtype. Without --all, a large size therefore meets normal numbers with one dtype,
-    # and another kind with the other.
+    # The sources are templates of the dtype. Without --all, a large size therefore meets normal numbers of float32, or
+    # another kind of float64.
     for seed, n in enumerate(LARGE):
-        if covering.ALL or (dtype == "float32") == bool(seed % 2):
+        if covering.ALL or (seed % 2 and dtype == "float32"):
             yield n, "normal", seed
-        if covering.ALL or (dtype == "float32") != bool(seed % 2):
+        if covering.ALL or (not seed % 2 and dtype == "float64"):
             yield n, KINDS[1 + seed % (len(KINDS) - 1)], seed
     if covering.ALL or dtype == "float32":
         yield AROUND[dtype], "normal", 0
@@ -1188,8 +1188,8 @@ def sizes(dtype: str, around: bool) -> Iterator[tuple[int, str, int]]:
         yield AROUND[dtype], "normal", 0
 
 
-_FEW_KINDS = ("normal", "zeros", "denormal", "huge")
-_FEW = covering.pairs_of({"n": (0, 1, 9, 65), "kind": _FEW_KINDS, "dtype": native.FLOATS})
+_FEW_KINDS = ("zeros", "huge", "denormal", "normal")
+_FEW = covering.rows({"n": (0, 1, 9, 65), "kind": _FEW_KINDS, "dtype": native.FLOATS})
 
 
 def few(dtype: str) -> Iterator[tuple[int, str, int]]:
@@ -1197,7 +1197,8 @@ def few(dtype: str) -> Iterator[tuple[int, str, int]]:
     for row in _FEW:
         if row["dtype"] == dtype:
             yield row["n"], row["kind"], _FEW_KINDS.index(row["kind"])
-    yield 65537, "normal", 0
+    if covering.ALL or dtype == "float32":
+        yield 65537, "normal", 0
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------

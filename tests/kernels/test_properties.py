@@ -19,6 +19,7 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.spec import MAX_MAGNITUDE, Key
 from tests.kernels import cases, needs_kernels
+from tests.support.covering import ALL
 
 pytestmark = needs_kernels
 REFERENCE = get_ops("numpy", native=False)
@@ -26,7 +27,7 @@ NATIVE = get_ops("numpy", native=True) if native.module is not None else REFEREN
 
 # Nothing is kept between runs, and every run draws the same examples.
 hypothesis.settings.register_profile(
-    "kernels", derandomize=True, database=None, deadline=None, max_examples=150, print_blob=False
+    "kernels", derandomize=True, database=None, deadline=None, max_examples=150 if ALL else 40, print_blob=False
 )
 settings = hypothesis.settings(hypothesis.settings.get_profile("kernels"))
 

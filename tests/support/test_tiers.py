@@ -32,9 +32,9 @@ def test_kernel(): pass
     [
         ((), "1 passed"),
         pytest.param(("-n", "0"), "1 passed", marks=pytest.mark.slow),
-        (("-k", "alone"), "3 passed"),
+        (("-k", "alone", "-n", "0"), "3 passed"),
         pytest.param(("-m", "processes"), "1 passed", marks=pytest.mark.slow),
-        (("-m", "not distributed and not processes and not kernels"), "3 passed"),
+        pytest.param(("-m", "not distributed and not processes and not kernels"), "3 passed", marks=pytest.mark.slow),
         pytest.param(("tests",), "6 passed", marks=pytest.mark.slow),
     ],
     ids=["all cores", "one worker", "words", "a marker", "as in test.sh", "a folder"],
