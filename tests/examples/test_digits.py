@@ -66,7 +66,7 @@ MOST = {
     "wangni": 2 * 0.1,  # values and indices of a tenth
 }
 # Training takes time, and methods send the same payloads in every framework. Without --all, PyTorch therefore trains
-# for one epoch, by methods whose bytes depend on what was sent in the steps before, and by one of each other kind.
+# for one epoch, by methods of TYPICAL whose bytes depend on what was sent in the steps before, and of other kinds.
 # Keras and the tape train only PowerSGD, whose bytes depend on shapes, which differ between the frameworks.
 LONG = {"torch": ["none", "topk"], "keras": ["powersgd"], "tensorflow": ["powersgd"]}
 if ALL:
@@ -74,14 +74,7 @@ if ALL:
     tape = ["none", "fp16", "bf16", "topk", "signsgd", "efsignsgd", "powersgd"]
     LONG = {"torch": MEASURED, "keras": MEASURED, "tensorflow": tape}
 TO_THE_END = list(MATRICES) if ALL else ["torch"]
-SHORT = ["adacomp", "dct", "dgc", "hardthreshold", "sketchml", "strom", "threshold", "variance"]
-SHORT += ["signsgd", "fp16", "qsgd", "powersgd"]
-# These send more in the first epoch, of 22 steps, than later.
-MOST_AT_FIRST = {
-    "adacomp": 0.03,  # there is no residual yet that gives bins their outliers
-    "dct": 2 * 0.01 * 4,  # the first thresholds are found before there is a residual
-    "variance": 0.2,
-}
+SHORT = ["dgc", "hardthreshold", "threshold", "signsgd", "fp16", "powersgd"]
 
 
 # To train to the end takes long.
@@ -224,7 +217,7 @@ def test_methods_train_for_an_epoch(launch, tmp_path):
     rows = epoch(launch, "torch", SHORT, tmp_path / "table.json")
     assert set(rows) == set(SHORT)
     check_description("torch", rows)
-    check_bytes("torch", rows, MOST | MOST_AT_FIRST)
+    check_bytes("torch", rows, MOST)
     check_share(rows)
     check_powersgd("torch", rows["powersgd"])
 
@@ -235,7 +228,7 @@ def test_the_examples_of_torch_train_alike_without_horovod(launch, tmp_path):
     for example in ("torch", "ddp"):
         rows = epoch(launch, example, ["none", "topk"], tmp_path / f"{example}.json")
         check_description(example, rows)
-        check_bytes("torch", rows, MOST | MOST_AT_FIRST)
+        check_bytes("torch", rows, MOST)
         accuracies.append({name: row["accuracy"] for name, row in rows.items()})
     assert accuracies[0] == accuracies[1]
     sharded = epoch(launch, "fsdp", ["none", "topk"], tmp_path / "fsdp.json")

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.examples.test_digits import MOST, check_bytes, check_description, check_share
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, TORCH, command, environment
+from tests.support.ranks import forked
 
 pytestmark = pytest.mark.distributed
 
@@ -120,10 +121,12 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def launch(ranks: int, *words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a script on several ranks."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """Run a script on several ranks, without a trainer by those that have imported PyTorch."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    if SHARED in words:
+        launcher = [*forked("tests.support.torchrun", 1), *command("torchrun", ranks)[1:], *forked(TORCH, ranks, "run")]
     done = subprocess.run(
-        [sys.executable, *torchrun, *words],
+        [*launcher, *words],
         cwd=ROOT,
         env=environment(HF_HUB_OFFLINE="1"),
         capture_output=True,

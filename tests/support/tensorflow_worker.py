@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 
-from tests.support import rank
+# Keras imports scikit-learn if it is there, and with it pandas, which takes more than a second.
+sys.modules["sklearn"] = None  # type: ignore[assignment]
+# All forks of this process share what is imported here.
+import horovod.tensorflow as hvd  # noqa: E402
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+del sys.modules["sklearn"]
+
+from tests.adapters.tensorflow.model import PROCESS_SETS  # noqa: E402
+from tests.support import rank  # noqa: E402
 
 _MODULES = [
-    f"tests.adapters.tensorflow.{name}_scenarios"
+    importlib.import_module(f"tests.adapters.tensorflow.{name}_scenarios")
     for name in (
         *("exchange", "half_sum", "checkpoint", "schedule", "timeline", "usage", "callback", "rare_usage", "refusal"),
         *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise", "elastic"),
@@ -17,24 +28,17 @@ _MODULES = [
 
 
 def main() -> None:
-    # Keras imports scikit-learn if it is there, and with it pandas: more than a second on every rank.
-    sys.modules["sklearn"] = None  # type: ignore[assignment]
-    import horovod.tensorflow as hvd
-    import keras
-    import tensorflow as tf
-
-    del sys.modules["sklearn"]
-    from tests.adapters.tensorflow.model import PROCESS_SETS
-
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
+    # Tracing makes objects by the hundred thousand, which the garbage collector would visit again and again.
+    gc.set_threshold(100_000, 50, 100)
     world = rank.ranks()
     # Horovod needs the process sets at its start: even ranks, odd ranks, and a number that is not a power of two.
     members = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)
     # Graphs and models of one scenario must neither fill the memory of the next nor number its layers.
-    rank.serve(hvd.rank(), [importlib.import_module(name) for name in _MODULES], after=keras.utils.clear_session)
+    rank.serve(hvd.rank(), _MODULES, after=keras.utils.clear_session)
     hvd.shutdown()
 
 

@@ -50,6 +50,7 @@ def test_a_restore_takes_a_change_back(launch):
     assert ranks[0]["step"] == 3
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_gradients_under_accumulation_stay_with_their_rank(launch):
     ranks = scenario("elastic_accumulation", launch)

@@ -190,6 +190,7 @@ def test_sum_and_predivision(launch):
             assert result["predivide"] <= 1e-6, label
 
 
+@pytest.mark.slow
 @on(GLOO_4)
 def test_process_sets_train_apart(launch):
     ranks = scenario("process_sets", launch, *([] if ALL else [["topk", "broadcast"]]))
@@ -209,6 +210,7 @@ def test_two_optimizers_and_a_tape_do_not_mix(launch):
     assert len(ranks[0]["collectives"]) == 3
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_models_built_on_some_ranks_only_matter_to_nobody_or_are_named_by_an_error(launch):
     ranks = scenario("different_numbers_of_models", launch)
@@ -218,6 +220,7 @@ def test_models_built_on_some_ranks_only_matter_to_nobody_or_are_named_by_an_err
     assert "dense/kernel" in ranks[0]["numbered"]
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_the_keras_optimizer_of_horovod_diverges_and_that_of_grace_does_not(launch):
     ranks = scenario("hazard", launch)
@@ -287,6 +290,7 @@ def test_an_exchange_that_goes_on_from_a_checkpoint_is_bit_identical(launch):
         assert ranks[0][label]["resumed"] <= 1e-4 * summed, label
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_fresh_models_go_on_from_checkpoints_of_every_kind(launch):
     ranks = scenario("resume", launch, *([] if ALL else [{"topk": ["deferred"], "powersgd": ["built", "loaded"]}]))

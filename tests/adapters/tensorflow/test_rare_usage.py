@@ -50,6 +50,7 @@ def test_models_that_their_first_batch_builds_are_broadcast_after_it(launch):
     assert not ranks[0]["built"], "build the model later, or the test shows nothing"
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_half_precision_weights_are_broadcast(launch):
     assert same(scenario("half_precision_weights", launch))

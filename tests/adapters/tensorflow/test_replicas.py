@@ -53,7 +53,7 @@ def test_ranks_at_other_steps_get_the_error_about_their_steps():
 
 @two_ranks
 def test_a_replica_that_parts_is_named(launch):
-    labels = ["weight", "local", "state", "residual", "off"] if ALL else ["weight", "local", "state", "residual"]
+    labels = ["weight", "local", "state", "residual", "off"] if ALL else ["weight", "residual"]
     for errors in scenario("drifting_replicas", launch, labels):
         assert errors.pop("off", "") == "", "without the option nothing is noticed"
         assert errors.pop("residual") == "", "residuals may differ"

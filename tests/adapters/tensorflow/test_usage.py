@@ -189,6 +189,7 @@ def test_a_fresh_process_loads_without_horovod_and_goes_on(launch):
     assert "KERAS_BACKEND=tensorflow" in result["torch"]["refused"]
 
 
+@pytest.mark.slow
 @each_launcher
 def test_ranks_start_alike_and_keep_their_memories(launch):
     ranks = scenario("broadcast", launch)
@@ -298,6 +299,7 @@ def test_embeddings_travel_as_rows_or_compressed(launch):
     assert 0 < result["compressed"]["distance"] < 0.1
 
 
+@pytest.mark.slow
 @on(TWO, TENSORFLOW_MPI)
 def test_rows_of_any_number_are_gathered(launch):
     ranks, size = scenario("rows_of_a_table", launch), launch.ranks
@@ -341,6 +343,7 @@ def test_an_exchange_in_a_checkpoint_goes_on_exactly(launch):
     assert ranks[0]["step"] == 5
 
 
+@pytest.mark.slow
 @each_launcher
 def test_local_sources_stay_local(launch):
     ranks = scenario("local_sources", launch)
@@ -376,6 +379,7 @@ def test_a_tape_takes_the_arguments_of_tensorflow(launch):
         assert rank["horovod"] == [0, [1.0, 1.0]]
 
 
+@pytest.mark.slow
 @on(TWO, FOUR)
 def test_nothing_is_lost_of_gradients_that_some_ranks_lack(launch):
     """On four ranks also in a process set of three."""

@@ -329,6 +329,7 @@ def test_comparisons_of_replicas_wait_for_nobody_and_reach_all_ranks(launch):
         assert same([rank[label]["weights"] for rank in ranks]), label
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_saved_and_copied_models_have_no_hook_and_can_be_registered(launch):
     ranks = scenario("saved_by_ddp", launch)
