@@ -117,6 +117,9 @@ def _first_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, where: str)
     group = next(group for group in optimizer.param_groups if any(each is p for each in group["params"]))
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer), param_groups=[{**group, "params": [other]}], state=collections.defaultdict(dict))
+    # Hooks must not take the copy for the optimizer.
+    hooks = [name for name in vars(optimizer) if name.endswith(("step_pre_hooks", "step_post_hooks"))]
+    vars(copy).update({name: type(vars(optimizer)[name])() for name in hooks})
     try:
         # Not the method of the instance, which a scheduler may count.
         type(optimizer).step(copy)

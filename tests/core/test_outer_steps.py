@@ -934,6 +934,9 @@ def test_a_change_of_options_keeps_outer_steps():
     training.step(4)
     assert training.sim.config.outer.count == 2
     assert training.sim.stats()["outer"]["rounds"] == 8
+    weighted = Training({"every": 2, "weight": [1, 2]}, TOPK)
+    with pytest.raises(ConfigError, match="need the mean of what all ranks send"):
+        weighted.sim.change(compressor="signsgd")
 
 
 def test_the_report_says_what_a_preset_stands_for():

@@ -18,7 +18,7 @@ from grace.core.observe.statistics import scalars
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
-from grace.core.session.outer import OuterRun, OuterState, fragments_of
+from grace.core.session.outer import OuterRun, OuterState, check_outer, fragments_of
 from grace.core.session.start import describe
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.state.checkpoint import saved_carrying
@@ -195,6 +195,7 @@ class Exchange(ABC):
         with Handshake(lambda mine: self._gather([mine], "change", f"{where}()"), where) as handshake:
             self._check_idle("change")
             config = change_config(self.config, changes)
+            check_outer(config, where, average=True, size=self.size)
             if self._speaks:
                 for optimizer in self.optimizers:
                     warn_of_pairs(config, optimizer, self.config)

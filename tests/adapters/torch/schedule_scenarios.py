@@ -293,8 +293,11 @@ def outer_beside() -> dict[str, Any]:
         named = [*wrapped.named_parameters(), *wrapped.named_buffers()]
         optimizer = grace.torch.DistributedOptimizer(given, named, {"compressor": "none"}, outer=outer)
         other = torch.optim.AdamW(registered.parameters(), lr=0.01)
+        steps: list[Any] = []
+        other.register_step_post_hook(lambda *given, steps=steps: steps.append(given))
         exchange = grace.torch.register(registered, {"compressor": "none"}, outer=outer, optimizer=other)
         off, saved = [], []
+        assert not steps, "a copy has taken a step to find the states, and called hooks"
         for step in range(9):
             saved.append(copy.deepcopy([wrapped.state_dict(), optimizer.state_dict()]))
             for rank, (model, own) in enumerate(zip(models, inner, strict=True)):
