@@ -40,6 +40,8 @@ TWICE = (
 FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
 # Thresholds that a probe chooses, or that follow what is sent, for the elements that topk sends.
 VOLUME = tuple(f"hardthreshold{more}" for more in ("", ":tune_steps=20", ":controlled=true"))
+# Quantizers so coarse that feedback matters, by one compression as in its paper, and the same with feedback.
+COARSE = {f"qsgd:quantum_num={n}:communicator=allgather": ":memory=residual" for n in (3, 1)}
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
 # What results have per kind of collective; the files leave out zeros.
@@ -57,7 +59,7 @@ def parts():
     return (
         ("--tasks", *MODULES, "--ranks", "4", "--methods", *MAIN),
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *others),
-        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *VOLUME),
+        ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *VOLUME, *(a + b for a, b in COARSE.items())),
         ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *MAIN),
         ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
         ("--tasks", "resnet", "lstm", "unet", "--ranks", "4", "--seeds", "0", "--methods", *plain),

@@ -211,9 +211,11 @@ def communicators() -> Values:
     twice = study_tables.ways("topk:compress_ratio=0.02", "mf")
     for name, found in (("one_percent", once[0]), ("two_percent", twice[1]), ("finer_mean", once[2])):
         yield name, f"{100 * found.relative:.0f}"
-    for task in ("mf", "transformer"):
-        for name, label in (("with", "terngrad, feedback"), ("without", "terngrad")):
-            yield f"{task}_{name}", f"{100 * study_tables.row_of(label, task).relative:.0f}"
+    *_, (coarsest, more) = study_tables.study.COARSE.items()
+    of_method = {"": ("terngrad", "terngrad, feedback"), "qsgd_": (coarsest, coarsest + more)}
+    for prefix, task in (("", "mf"), ("", "transformer"), ("qsgd_", "mf"), ("qsgd_", "mf_adam")):
+        for name, label in zip(("without", "with"), of_method[prefix], strict=True):
+            yield f"{prefix}{task}_{name}", f"{100 * study_tables.row_of(label, task).relative:.0f}"
 
 
 @quoted

@@ -175,14 +175,16 @@ def feedback(block: Block) -> list[str]:
     for name, other in pairs():
         if not any(row_of(other, *place) for place in places):
             continue
-        on = methods()[name].made.method.memory.feeds_back
+        method = study.method_of(name)
+        on = method.made.method.memory.feeds_back
         both = (name, other) if on else (other, name)
         cells = []
         for place in places:
             texts = [percent(row_of(label, *place), *place, band=False) for label in both]
             cells.append(" / ".join(texts) if all(texts) else "")
-        asked = "memory" in compressors.needed(methods()[name].config["compressor"])
-        lines.append(table_row(f"`{name}`", "to be named" if asked else "with" if on else "without", *cells))
+        asked = "memory" in compressors.needed(compressors.name_of(method.made.method.compressor))
+        label = name.removesuffix(":communicator=allgather")
+        lines.append(table_row(f"`{label}`", "to be named" if asked else "with" if on else "without", *cells))
     return lines
 
 
@@ -250,7 +252,8 @@ def share_of_topk(row: Row | None, task: str) -> str:
 
 def pairs() -> list[tuple[str, str]]:
     """Return the labels of methods, and of the same with error feedback switched."""
-    return [(method.switched, label) for label, method in methods().items() if method.switched]
+    found = [(method.switched, label) for label, method in methods().items() if method.switched]
+    return [*found, *((label, label + more) for label, more in study.COARSE.items())]
 
 
 def origin(block: Block, tasks: Sequence[str]) -> list[str]:
