@@ -22,6 +22,7 @@ from typing import Any
 
 import measurements
 import numpy as np
+import study_findings
 import study_tables
 from registry import ROOT
 
@@ -39,6 +40,8 @@ from grace.core.plan.unit import SHARD_GRAIN
 from grace.core.spec import MAX_MAGNITUDE
 from grace.core.transport.transport import TIMEOUT
 from grace.core.wire import indices, lanes, rans
+from grace.report.findings.finding import timed
+from grace.report.findings.grace_paper import AIMS
 
 MARK = re.compile(r"<!--=(\w+)\.(\w+)-->.*?<!--/-->", re.DOTALL)
 MIB = 2**20
@@ -216,6 +219,25 @@ def communicators() -> Values:
     for prefix, task in (("", "mf"), ("", "transformer"), ("qsgd_", "mf"), ("qsgd_", "mf_adam")):
         for name, label in zip(("without", "with"), of_method[prefix], strict=True):
             yield f"{prefix}{task}_{name}", f"{100 * study_tables.row_of(label, task).relative:.0f}"
+
+
+@quoted
+def findings() -> Values:
+    cases = timed(case for case in study_findings.compared() if not case.is_baseline)
+    small = [case for case in cases if study_findings.is_small(case)]
+    networks = [case for case in cases if case not in small]
+    for of, gbit, faster, met in (
+        (networks, 1, 1, False), (networks, 10, 1, False), (networks, 1, 100, True), (networks, 10, 100, True),
+        (cases, 1, 100, False), (cases, 10, 100, True),
+    ):  # fmt: skip
+        share = np.mean([case.throughput(gbit, faster) > 1 for case in of])
+        assert (share >= 1 - AIMS[gbit]) == met, f"{share} at {gbit} Gbit/s with f = {faster}"
+    assert max(case.dense_parts.link_share(10) for case in networks) < 0.25, "at most a quarter"
+    lost = [case for case in cases if case.throughput(1, 100) <= 1]
+    assert all(case in small for case in lost), "they lose by their messages"
+    yield "lost", f"{len(lost)}"
+    (size,) = {run["dense_bytes"] for case in small for run in case.runs.values()}
+    yield "small", f"{size / 1000:.0f}"
 
 
 @quoted
