@@ -18,10 +18,10 @@ ExchangeAll = Callable[[Sequence[tf.Tensor]], Sequence[Gradient | None]]
 
 def check_graph(outer: OuterSteps, where: str) -> None:
     """Raise ConfigError for outer steps that no graph can take: it exchanges all tensors at once, and waits."""
-    if outer.count > 1 or outer.delay or outer.adapt or outer.variates or not outer.is_plain_mean:
+    if outer.count > 1 or outer.delay or outer.adapt or outer.variates or outer.dense_every or not outer.is_plain_mean:
         raise ConfigError(
             f"{where}: a TensorFlow graph exchanges all variables of all ranks at once and waits for the result, so "
-            "fragments, delay, adapt, participation, weight and variates are not supported, received "
+            "fragments, delay, adapt, participation, weight, variates and dense_every are not supported, received "
             f"{outer}; leave them out."
         )
 

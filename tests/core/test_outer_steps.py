@@ -102,6 +102,21 @@ def recursion(training, steps, *, every=1, lr=1.0, momentum=0.0, nesterov=False,
     return w
 
 
+def held_back(training):
+    """Return what each rank holds back of each tensor."""
+    found = []
+    for run in training.sim.runs:
+        residuals = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        for unit in run.plan.units:
+            flat = run.units[unit.spec.name]["memory"].get("residual", np.zeros(unit.spec.numel))
+            at = 0
+            for piece in unit.pieces:
+                residuals[piece.tensor].reshape(-1)[piece.start : piece.stop] += flat[at : at + piece.numel]
+                at += piece.numel
+        found.append(residuals)
+    return found
+
+
 # --- invariants ---------------------------------------------------------------------------------------------------
 
 
@@ -250,17 +265,8 @@ def test_what_is_held_back_and_what_was_sent_is_what_has_moved():
             moved[name] += sum(anchor[name].astype(np.float64) - w[name] for w in own) / 2
             new = training.sim.outers[0].state.kept[name]["momentum"].reshape(SHAPES[name])
             arrived[name] += new.astype(np.float64) - 0.9 * momentum[name].astype(np.float64)
-    residuals = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for run in training.sim.runs:
-        for unit in run.plan.units:
-            flat = np.asarray(
-                run.units[unit.spec.name]["memory"].get("residual", np.zeros(unit.spec.numel)), np.float64
-            )
-            at = 0
-            for piece in unit.pieces:
-                target = residuals[piece.tensor].reshape(-1)
-                target[piece.start : piece.stop] += flat[at : at + piece.numel] / 2
-                at += piece.numel
+    held = held_back(training)
+    residuals = {name: sum(of_rank[name] for of_rank in held) / 2 for name in SHAPES}
     assert max(abs(r).max() for r in residuals.values() if r.size) > 0.1
     for name in SHAPES:
         np.testing.assert_allclose(arrived[name] + residuals[name], moved[name], rtol=0, atol=1e-6)
@@ -714,11 +720,16 @@ def test_what_accompanies_weights_needs_outer_steps():
 STREAMING = {"every": 6, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 2, "alpha": 0.5}
 
 
+DENSE = {"every": 2, "dense_every": 3, "delay": 1}
+
+
 @every_framework
-@pytest.mark.parametrize("at", range(1, 13))
-def test_a_run_goes_on_from_anywhere_in_two_periods(framework, at):
-    """In the middle of a period, of a flight and of the cycle of the fragments."""
-    first, second = (Training(STREAMING, TOPK, framework=framework) for _ in "ab")
+@pytest.mark.parametrize(
+    ("outer", "at"), [(STREAMING, at) for at in range(1, 13)] + [(DENSE, at) for at in (5, 6, 7, 12)]
+)
+def test_a_run_goes_on_from_anywhere_in_two_periods(framework, outer, at):
+    """In the middle of a period, of a flight, of the cycle of the fragments and of that of uncompressed meetings."""
+    first, second = (Training(outer, TOPK, framework=framework) for _ in "ab")
     first.step(at)
     saved, weights = copy.deepcopy(first.sim.state_dict()), list(first.weights)
     first.step(7)
@@ -728,6 +739,20 @@ def test_a_run_goes_on_from_anywhere_in_two_periods(framework, at):
     for rank in range(2):
         for name, x in first.values(rank).items():
             assert x.tobytes() == second.values(rank)[name].tobytes(), name
+
+
+@pytest.mark.parametrize("at", [5, 6, 12])
+def test_other_ranks_go_on_in_the_cycle_of_uncompressed_meetings(at):
+    first, other = Training(DENSE, TOPK, ranks=2), Training(DENSE, TOPK, ranks=3)
+    first.step(at)
+    other.sim.load_state_dict(first.sim.state_dict()["ranks"])
+    other.weights, other.steps = [first.weights[0]] * 3, at
+    sent = []
+    for _ in range(3):
+        other.step(2)
+        sent.append(other.sim.stats()["wire_bytes"])
+    assert sorted(sent)[2] > 3 * sorted(sent)[1]
+    assert "one of 3 meetings uncompressed" in other.sim.report()
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1)])
@@ -811,6 +836,32 @@ def test_a_step_that_fails_leaves_everything_as_it_was():
         assert all((x == twin.values(rank)[name]).all() for name, x in training.values(rank).items())
     with pytest.raises(StepError, match="call begin"):
         grace.Simulation(2, SHAPES, NONE, outer="local_sgd").step(training.weights)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_each_third_meeting_is_uncompressed_and_brings_what_is_held_back(fragments):
+    """Here all ranks end with the mean of what they have moved and held back, and hold back nothing more."""
+    outer = {"every": 2, "dense_every": 3, "fragments": fragments}
+    training = Training(outer, TOPK, ranks=2)
+    parts = training.sim.config.outer.divide(training.sim._specs)
+    sent = []
+    for step in range(1, 19):
+        before, held = [training.values(rank) for rank in range(2)], held_back(training)
+        anchors = {n: np.array(x).reshape(SHAPES[n]) for n, x in training.sim.outers[0].state.anchors.items()}
+        own = [{n: training.inner(r, n, x, step - 1) for n, x in before[r].items()} for r in range(2)]
+        training.step()
+        if step * fragments % 2:
+            continue
+        meeting, part = divmod(step * fragments // 2 - 1, fragments)
+        names = parts[part]
+        sent.append(training.sim.stats()["wire_bytes"])
+        moved = {n: sum(anchors[n] - own[r][n] + held[r][n] for r in range(2)) / 2 for n in names}
+        exact = {n: anchors[n] - moved[n] for n in names}
+        now = training.values()
+        apart = max(abs(now[n] - exact[n]).max() for n in names if exact[n].size > 20)
+        left = max(abs(e[n]).max() for e in held_back(training) for n in names if exact[n].size > 20)
+        assert (apart < 1e-6, left == 0) == (meeting % 3 == 2,) * 2, step
+    assert max(sent) > 3 * min(sent)
 
 
 @pytest.mark.parametrize("moment", ["send", "land"])
@@ -1014,6 +1065,7 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": {4: 2}, "adapt": 0.5}, "changes the periods of the model and needs a number as every"),
         ({"every": 4, "variates": True, "delay": 1}, "variates need meetings of all ranks"),
         ({"every": 4, "variates": True, "optimizer": "elastic"}, "variates need meetings of all ranks"),
+        ({"every": 2, "dense_every": 1}, "dense_every is the number of meetings"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),
@@ -1054,6 +1106,10 @@ def test_what_cannot_be_combined_is_refused():
         Training({"every": 2, "participation": 0.5}, {"compressor": "topk", "memory": "diana"})
     with pytest.raises(ConfigError, match=r"need the mean of what all ranks send, and SignSGD.* takes none"):
         Training({"every": 2, "weight": [1, 2]}, {"compressor": "signsgd"})
+    with pytest.raises(ConfigError, match="dense_every = 3 is a schedule that begins again"):
+        Training({"every": 2, "dense_every": 3}, {**TOPK, "schedule": [{"step": 5, "compress_ratio": 0.2}]})
+    with pytest.raises(ConfigError, match="or dense_every of outer steps, and its next stage"):
+        Training({"every": 2, "dense_every": 3}, TOPK).sim.change(compress_ratio=0.2)
     dgc = {**TOPK, "memory": "dgc", "clipping_norm": "all", "gradient_clipping": 1.0}
     with pytest.raises(IncompatibleError, match="fragments of outer steps"):
         Training({"every": 2, "fragments": 2}, dgc)

@@ -200,6 +200,11 @@ class Config:
     outer: OuterSteps | None = None
 
     def __post_init__(self) -> None:
+        if self.schedule and self.outer is not None and self.outer.dense_every:
+            raise ConfigError(
+                f"outer: dense_every = {self.outer.dense_every} is a schedule that begins again, and the configuration "
+                "has a schedule or warmup_steps of its own; leave one of them out."
+            )
         steps = [0, *(stage.step for stage in self.schedule)]
         if any(b <= a for a, b in itertools.pairwise(steps)):
             raise ConfigError(f"schedule: expected steps above 0 in ascending order, received {steps[1:]}.")
@@ -221,7 +226,13 @@ class Config:
 
     @property
     def stages(self) -> tuple[tuple[int, Config], ...]:
-        """Stages of the run: first step (0 for the first stage) and configuration without schedule."""
+        """Stages of the run: first step (0 for the first stage) and configuration without schedule.
+
+        With `dense_every` of outer steps, they begin again after so many meetings.
+        """
+        if self.outer is not None and self.outer.dense_every:
+            dense = dataclasses.replace(self, method=dense_method(), rules=())
+            return (0, self), (self.outer.dense_every - 1, dense)
         later = ((stage.step, dataclasses.replace(self, method=stage.method, schedule=())) for stage in self.schedule)
         return (0, dataclasses.replace(self, schedule=())), *later
 
@@ -408,9 +419,10 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
 
     Raises ConfigError if the configuration has a schedule, which would undo the change.
     """
-    if config.schedule:
+    if config.schedule or (config.outer is not None and config.outer.dense_every):
         raise ConfigError(
-            "the configuration has a schedule, and its next stage would undo the change; change the schedule instead."
+            "the configuration has a schedule, or dense_every of outer steps, and its next stage would undo the "
+            "change; change the schedule instead."
         )
     return dataclasses.replace(config, method=change_method(config.method, changes))
 

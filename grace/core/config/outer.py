@@ -77,7 +77,8 @@ class OuterSteps:
     the "average", stay "local", or are those of the "first" rank. `participation` is the share of the ranks, rounded
     up, that contribute to a meeting; they are drawn each time. `weight` has a number per rank for the mean, such as
     that of its samples; without it, all are equal. With `variates`, each rank keeps a control variate per tensor, which
-    inner steps subtract from gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD).
+    inner steps subtract from gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD). With
+    `dense_every` = K, every K-th meeting is uncompressed and brings what is held back.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -94,11 +95,17 @@ class OuterSteps:
     participation: float = 1.0
     weight: tuple[float, ...] = ()
     variates: bool = False
+    dense_every: int = 0
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(
                 f"outer: fragments must be at least 1, or a list of patterns, received {self.fragments!r}."
+            )
+        if self.dense_every < 0 or self.dense_every == 1:
+            raise ConfigError(
+                "outer: dense_every is the number of meetings from one without compression to the next, at least 2, or "
+                f"0 for none; received {self.dense_every!r}."
             )
         for name in ("delay", "warmup"):
             if getattr(self, name) < 0:
@@ -313,6 +320,8 @@ class OuterSteps:
             parts.append(f"states: {self.state}")
         if self.variates:
             parts.append("control variates")
+        if self.dense_every:
+            parts.append(f"one of {self.dense_every} meetings uncompressed")
         if self.participation < 1:
             parts.append(f"{self.participation:g} of the ranks contribute")
         if self.weight:

@@ -35,11 +35,12 @@ def announce(
     """
     import logging
 
-    number = max(i for i, (first, _) in enumerate(stages) if first <= (step or 0))
+    number = max(i for i, (first, plan) in enumerate(stages) if first <= (step or 0) and not (i and plan.cycle))
     plan = stages[number][1]
     counted = "step" if outer is None else "meeting"
     began = "" if step is None else f"from {counted} {step}, "
-    ends = f"until {counted} {stages[number + 1][0]}, " if number + 1 < len(stages) else ""
+    last = number + 1 == len(stages) or plan.cycle
+    ends = "" if last else f"until {counted} {stages[number + 1][0]}, "
     meetings = "" if outer is None else f" Outer steps: {outer}."
     period = counted if outer is None or outer.count == 1 else "period"
     say(f"grace: {began}{ends}{summary(plan, ranks, period)}{meetings} {report} lists them.")

@@ -39,13 +39,15 @@ class Plan:
     """Plan for every tensor: the buckets in the order in which gradients become ready, and the rest.
 
     `exchanged` are the tensors that grace exchanges, in this order; `delegated` are those left to the caller.
-    `warnings` are about settings that are valid but probably not intended.
+    `warnings` are about settings that are valid but probably not intended. With `cycle`, the plans of a schedule begin
+    again after so many steps.
     """
 
     buckets: tuple[Bucket, ...]
     exchanged: tuple[Assignment, ...]
     delegated: tuple[Assignment, ...]
     warnings: tuple[str, ...] = ()
+    cycle: int = 0
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -132,6 +134,7 @@ class Plan:
             tuple(item for item in self.exchanged if item.spec.name in tensors),
             tuple(item for item in self.delegated if item.spec.name in tensors),
             self.warnings,
+            self.cycle,
         )
 
     def check_ranks(self, size: int) -> None:
@@ -207,6 +210,7 @@ def join(plans: Sequence[Plan]) -> Plan:
         tuple(item for plan in plans for item in plan.exchanged),
         tuple(item for plan in plans for item in plan.delegated),
         tuple(dict.fromkeys(text for plan in plans for text in plan.warnings)),
+        plans[0].cycle,
     )
 
 
@@ -440,7 +444,7 @@ def make_plans(
         holding = holding.union(*(plan.holding for _, plan in plans))
         name = f"{prefix}.stage{len(plans)}" if plans else prefix
         plan = make_plan(specs, stage, ranks=ranks, prefix=name, delegate=delegate, holding=holding, modules=modules)
-        plans.append((step, plan))
+        plans.append((step, dataclasses.replace(plan, cycle=config.outer.dense_every) if config.outer else plan))
     return plans
 
 

@@ -25,6 +25,7 @@ from grace.core.state.checkpoint import saved_carrying
 from grace.core.state.checks import check_saved
 from grace.core.state.merge import in_rank_order
 from grace.core.state.run import Run
+from grace.core.state.states import plan_at
 
 
 class Exchange(ABC):
@@ -361,7 +362,7 @@ class Exchange(ABC):
                 plans = self._plans_for(ranks, carrying)
             except (ConfigError, IncompatibleError):
                 continue
-            plan = next(plan for first, plan in reversed(plans) if first <= step)
+            plan = plan_at(plans, step)
             if plan.stateful.keys() == saved.keys():
                 return run.merge_state_dicts(states, plan, self._place, self._plans_carrying)
         raise self._no_plan(states)

@@ -36,6 +36,8 @@ class States(NamedTuple):
 
 def plan_at(stages: Stages, step: Any) -> Plan:
     """Return the plan of a step."""
+    if cycle := stages[0][1].cycle:
+        step %= cycle
     return stages[0][1] if len(stages) == 1 else next(plan for first, plan in reversed(stages) if first <= step)
 
 
