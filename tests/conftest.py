@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -19,6 +20,8 @@ platform.processor()
 ELSEWHERE = ("distributed", "processes", "kernels")
 # Whether this run is that one, also without words to look for (-k) and without --all.
 QUICK = pytest.StashKey[bool]()
+# The markers of which this run wants at least one, if its files say which tests have them.
+WANTED = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser):
@@ -26,10 +29,19 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Do not import the files whose tests plain `pytest` leaves out: TensorFlow alone takes seconds in every worker."""
+    """Do not import files without a test for this run, which takes seconds in every worker."""
     if config.stash.get(QUICK, False) and {"kernels", "tensorflow"}.intersection(_words(collection_path.name)):
         return True
+    wanted = config.stash.get(WANTED, set())
+    if wanted and collection_path.name.startswith("test_") and not wanted & _said(collection_path):
+        return True
     return None
+
+
+@functools.cache
+def _said(path):
+    """Return the words of a file and of its path: the folder of kernels marks its tests itself."""
+    return _words(f"{path} {path.read_text(encoding='utf-8')}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,6 +50,10 @@ def pytest_cmdline_main(config):
 
     Those of TensorFlow and of the methods of the literature are left to scripts/test.sh.
     """
+    # "not a and (b or c)" wants b or c.
+    wanted = set(re.findall(r"\w+", re.sub(r"\bnot \w+", "", config.option.markexpr))) - {"and", "or"}
+    if wanted <= set(ELSEWHERE) and "or not" not in config.option.markexpr:
+        config.stash[WANTED] = wanted
     if config.args_source != config.ArgsSource.TESTPATHS or config.option.markexpr:
         return
     # Workers get the arguments of the command line, not what is set here: so each of them sets it, too.
@@ -61,6 +77,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     from tests.support import ranks
 
+    for item in items:
+        for mark in ELSEWHERE:
+            if item.get_closest_marker(mark) and mark not in _said(item.path):
+                raise pytest.UsageError(f"{item.nodeid}: its file must say {mark}, or -m {mark} does not read it")
     if not config.getoption("--all"):
         _leave_out(config, items, {item for item in items if item.get_closest_marker("slow")})
     if config.stash.get(QUICK, False):

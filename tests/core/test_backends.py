@@ -17,6 +17,7 @@ from grace.core.ops import get_ops, register_backend
 from grace.core.ops.numpy_ops import NumpyOps
 from grace.core.wire.checksum import checksum
 from grace.testing.harness import FRAMEWORKS
+from tests.support.covering import rest_slow
 
 CACHES = (table._announced, table._reference, table._kernels, table._make)
 
@@ -96,7 +97,7 @@ def test_the_flags_decide_how_gradients_and_checksums_are_computed(backends):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name != "numpy"])
+@pytest.mark.parametrize("framework", rest_slow([name for name in FRAMEWORKS if name != "numpy"], 1))
 def test_operations_of_a_framework_need_no_horovod(framework):
     code = (
         "import sys; sys.modules['horovod'] = None\n"

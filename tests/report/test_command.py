@@ -94,7 +94,7 @@ def test_damaged_results_and_those_of_another_setting_are_trained_again(report):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_what_a_killed_study_has_done_is_kept(report, number):
     arguments = ["--tasks", "mf", "--methods", "topk", "qsgd", "--seeds", *map(str, range(30)), "--ranks", "2"]
     words = [sys.executable, "-m", "grace", "report", *arguments, "--jobs", "2", "--output", str(report.folder)]

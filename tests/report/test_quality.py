@@ -12,6 +12,7 @@ import json
 import pytest
 
 from grace.core.config.registry import compressors
+from grace.listing import of_literature
 from grace.report.methods import DENSE
 from tests.support.launch import ROOT
 
@@ -36,7 +37,10 @@ def test_the_file_has_every_method_that_needs_no_options():
     assert DISTANCES[DENSE] == pytest.approx(FOUND["noise"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", DISTANCES)
+# Golden bytes tell whether what a method sends has changed. So those of the literature train with --all.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * of_literature(name)) for name in DISTANCES]
+)
 def test_a_method_ends_as_near_to_uncompressed_training_as_it_did(quality, dense, name):
     loss = quality.loss(name, 0)
     if DISTANCES[name] is None:

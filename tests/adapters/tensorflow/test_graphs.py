@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif("tensorflow" not in FRAMEWORKS, reason="TensorFl
 # --- one method in a graph --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compressor", registered.params(registered.default_compressors()))
+@pytest.mark.parametrize("compressor", registered.params([method.compressor for method in TYPICAL.values()]))
 def test_one_graph_serves_all_steps_and_lengths(compressor):
     """A step number fixed in the graph would repeat the random numbers, and a fixed length would fail on other data."""
     spec, ops, component = TensorSpec("t", (24, 40)), get_ops("tensorflow"), traced(compressor)
