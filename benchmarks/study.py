@@ -42,6 +42,18 @@ FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
 VOLUME = tuple(f"hardthreshold{more}" for more in ("", ":tune_steps=20", ":controlled=true"))
 # Quantizers so coarse that feedback matters, by one compression as in its paper, and the same with feedback.
 COARSE = {f"qsgd:quantum_num={n}:communicator=allgather": ":memory=residual" for n in (3, 1)}
+# Gradients, updates of each step, and rare meetings, in the words of the page on outer steps.
+_NESTEROV = '"lr":0.7,"momentum":0.9,"nesterov":true'
+OUTER = {
+    "gradients": "none", "updates": "none:outer=update",
+    "gradients, `topk`": "topk", "updates, `topk`": "topk:outer=update",
+    "gradients, `efsignsgd`": "efsignsgd", "updates, `efsignsgd`": "efsignsgd:outer=update",
+    "mean of the weights every 10 steps": 'none:outer={"every":10}',
+    "DiLoCo every 10 steps": f'none:outer={{"every":10,{_NESTEROV}}}',
+    "DiLoCo every 25 steps": f'none:outer={{"every":25,{_NESTEROV}}}',
+    "SparseLoCo every 25 steps": "topk:compress_ratio=0.015625:beta=0.95:communicator=allgather:reduce=senders"
+    ':clip=median_norm:outer={"every":25,"optimizer":"sgd"}',
+}  # fmt: skip
 # What `grace report` says of the origin of a run.
 ORIGIN = ("command", "version", "commit", "machine", "system", "versions")
 # What results have per kind of collective; the files leave out zeros.
@@ -62,6 +74,7 @@ def parts():
         ("--tasks", "mf", "mf_adam", "--ranks", "4", "--methods", *twice, *VOLUME, *(a + b for a, b in COARSE.items())),
         ("--tasks", "mf", "mf_adam", "ncf", "--ranks", "2", "8", "--methods", *MAIN),
         ("--tasks", "mf", "mf_adam", "ncf", "cnn", "transformer", "--ranks", "4"),
+        ("--tasks", "mf", "mf_adam", "ncf", "transformer", "--ranks", "4", "--methods", *OUTER.values()),
         ("--tasks", "resnet", "lstm", "unet", "--ranks", "4", "--seeds", "0", "--methods", *plain),
     )
 

@@ -202,6 +202,27 @@ def adam() -> Values:
 
 
 @quoted
+def outer_steps() -> Values:
+    rows = {
+        (name, task): study_tables.row_of(label, task)
+        for name, label in study_tables.study.OUTER.items()
+        for task in ("mf_adam", "ncf", "transformer")
+    }
+    share = {key: 100 * (row.relative or 0.0) for key, row in rows.items()}
+    for method in ("topk", "efsignsgd"):
+        gain = [share[f"{what}, `{method}`", "transformer"] for what in ("updates", "gradients")]
+        assert gain[0] > gain[1] + 5, "updates are better than gradients on the transformer"
+        assert share[f"updates, `{method}`", "mf_adam"] < share[f"gradients, `{method}`", "mf_adam"] - 20
+        yield f"{method}_updates", f"{gain[0]:.0f}"
+        yield f"{method}_gradients", f"{gain[1]:.0f}"
+    for name, what in (("updates", "updates"), ("mean", "mean of the weights every 10 steps")):
+        yield name, f"{share[what, 'transformer']:.0f}"
+        yield f"{name}_apart", f"{share[what, 'mf_adam']:.0f}"
+    rare = [what for what in study_tables.study.OUTER if "25 steps" in what]
+    assert all(share[what, task] < 95 for what in rare for task in ("mf_adam", "transformer")), "short runs suffer"
+
+
+@quoted
 def communicators() -> Values:
     dense, signs = row("many_ranks", "none")["allreduce"], row("many_ranks", "efsignsgd")
     yield "one_bit", f"{dense - signs['two_shot']:.1f}"

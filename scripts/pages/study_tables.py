@@ -188,6 +188,20 @@ def feedback(block: Block) -> list[str]:
     return lines
 
 
+@kind("study-outer")
+def outer(block: Block) -> list[str]:
+    """Return the table of gradients, updates of each step and rare meetings on some tasks."""
+    tasks = block.arguments
+    places = [(task, USUAL_RANKS) for task in tasks]
+    lines = [table_row("what the ranks exchange", "bytes, %", *(f"`{task}`" for task in tasks))]
+    lines.append(table_row("---", *["---:"] * (1 + len(tasks))))
+    trained = set(labels(places))
+    for words, name in study.OUTER.items():
+        if name in trained:
+            lines.append(table_row(words, sent(name, places), *(percent(row_of(name, task), task) for task in tasks)))
+    return [*lines, "", *origin(block, tasks)]
+
+
 @kind("study-twice")
 def twice(block: Block) -> list[str]:
     """Return the table of methods by allgather, by two_shot, and with 8 bits for the mean, the smallest error first."""

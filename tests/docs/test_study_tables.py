@@ -111,6 +111,13 @@ def test_one_and_two_compressions_are_shown_the_smallest_error_first(table):
     assert list(rows).index("`qsgd`") < list(rows).index("`topk`")
 
 
+def test_gradients_updates_and_rare_meetings_are_compared(table):
+    results = [*dense(), *runs("topk", (0.125, 0.125), share=0.02), *runs("topk:outer=update", (0.2, 0.2), share=0.02)]
+    rows, _ = table("study-outer mf", results)
+    assert list(rows) == ["what the ranks exchange", "---", "gradients", "gradients, `topk`", "updates, `topk`"]
+    assert rows["updates, `topk`"] == ["2.0", "**50.0 (45.0 to 55.0)**"]
+
+
 def test_the_bytes_of_thresholds_are_those_of_topk_times_something(study_tables, table):
     results = [*dense(), *runs("topk", (0.1, 0.1), share=0.02)]
     for name in (*study_tables.study.VOLUME, EQUAL):
