@@ -21,8 +21,8 @@ def check_graph(outer: OuterSteps, where: str) -> None:
     if outer.count > 1 or outer.delay or outer.adapt or outer.variates or outer.dense_every or not outer.is_plain_mean:
         raise ConfigError(
             f"{where}: a TensorFlow graph exchanges all variables of all ranks at once and waits for the result, so "
-            "fragments, delay, adapt, participation, weight, variates and dense_every are not supported, received "
-            f"{outer}; leave them out."
+            "fragments, delay, adapt, participation, weight, relevance, variates and dense_every are not supported, "
+            f"received {outer}; leave them out."
         )
 
 

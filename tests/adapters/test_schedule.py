@@ -167,7 +167,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 @on(TWO_TENSORFLOW)
 def test_what_no_graph_can_do_is_refused(launch):
     for errors in scenario("tf_outer_refusals", launch):
-        told = "fragments, delay, adapt, participation, weight, variates and dense_every are not supported"
+        told = "fragments, delay, adapt, participation, weight, relevance, variates and dense_every are not supported"
         assert all(told in error for error in errors[:2]), errors
         assert "backward_passes_per_step would have no effect" in errors[2]
         assert "it exchanges gradients and cannot take outer steps" in errors[3]

@@ -631,6 +631,42 @@ def test_who_is_out_keeps_the_residual_and_sends_a_header(framework):
     assert max(sent[False]) <= 16 < min(sent[True])
 
 
+@every_framework
+def test_ranks_whose_change_has_other_signs_than_the_last_send_a_header(framework):
+    """CMFL: the share of equal signs decides, and the mean is over those that send; nothing moves if none does."""
+    ranks, bound = 3, 0.5
+    config = {"compressor": "threshold", "threshold": 1e-9, "memory": "none", "default_rules": False}
+    training = Training({"every": 1, "relevance": bound}, config, ranks=ranks, framework=framework)
+    start = {name: np.array(x, np.float64) for name, x in training.start.items()}
+    last, counts, resumed = None, [], None
+    for step in range(24):
+        own = [{n: training.inner(r, n, x, step) for n, x in training.values(r).items()} for r in range(ranks)]
+        d = [{n: start[n] - w[n].astype(np.float64) for n in SHAPES} for w in own]
+        inside = list(range(ranks))
+        if last is not None:
+            signs = [[np.sign(x[n]) == np.sign(last[n]) for n in SHAPES] for x in d]
+            shares = [np.concatenate([np.ravel(s) for s in of_rank]).mean() for of_rank in signs]
+            inside = [rank for rank in range(ranks) if shares[rank] >= bound]
+        last = {n: np.mean([d[r][n] for r in inside], axis=0) if inside else np.zeros(SHAPES[n]) for n in SHAPES}
+        start = {n: x - last[n] for n, x in start.items()}
+        for each in [training] if resumed is None else [training, resumed]:
+            each.step()
+        assert_close(training.values(), start, 1e-5)
+        assert training.equal_tensors() == set(SHAPES)
+        sent = [training.sim.stats(rank)["wire_bytes"] for rank in range(ranks)]
+        if inside:
+            assert all((sent[rank] > 1000) == (rank in inside) for rank in range(ranks)), sent
+        counts.append(len(inside))
+        start = {name: np.array(x, np.float64) for name, x in training.values().items()}
+        if step == 11:
+            resumed = Training({"every": 1, "relevance": bound}, config, ranks=ranks, framework=framework)
+            assert resumed.sim.load_state_dict(copy.deepcopy(training.sim.state_dict()))
+            resumed.weights, resumed.steps = list(training.weights), step + 1
+    assert len(set(counts)) > 2, counts
+    assert all(x.tobytes() == resumed.values()[name].tobytes() for name, x in training.values().items())
+    assert 0 <= training.sim.stats()["outer"]["relevance"] <= 1
+
+
 class Apart:
     """Ranks that take SGD steps on (1 + rank) |w - rank|^2 / 2, in a simulation and by the paper's Algorithm 1."""
 
@@ -1066,6 +1102,8 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 4, "variates": True, "delay": 1}, "variates need meetings of all ranks"),
         ({"every": 4, "variates": True, "optimizer": "elastic"}, "variates need meetings of all ranks"),
         ({"every": 2, "dense_every": 1}, "dense_every is the number of meetings"),
+        ({"every": 2, "relevance": 1.0}, "relevance is a share of the elements"),
+        ({"every": 2, "relevance": 0.5, "weight": [1, 2]}, "who contributes follows from what a rank has moved"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),
@@ -1102,7 +1140,7 @@ def test_what_cannot_be_combined_is_refused():
         Training({"every": 2}, {"compressor": "topk", "lr_correction": True})
     with pytest.raises(ConfigError, match="outer has 3 numbers as weight, and there are 2 ranks"):
         Training({"every": 2, "weight": [1, 2, 3]})
-    with pytest.raises(ConfigError, match="with participation below 1, some ranks contribute nothing"):
+    with pytest.raises(ConfigError, match="with participation below 1 or relevance, some ranks contribute"):
         Training({"every": 2, "participation": 0.5}, {"compressor": "topk", "memory": "diana"})
     with pytest.raises(ConfigError, match=r"need the mean of what all ranks send, and SignSGD.* takes none"):
         Training({"every": 2, "weight": [1, 2]}, {"compressor": "signsgd"})

@@ -78,7 +78,8 @@ class OuterSteps:
     up, that contribute to a meeting; they are drawn each time. `weight` has a number per rank for the mean, such as
     that of its samples; without it, all are equal. With `variates`, each rank keeps a control variate per tensor, which
     inner steps subtract from gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD). With
-    `dense_every` = K, every K-th meeting is uncompressed and brings what is held back.
+    `dense_every` = K, every K-th meeting is uncompressed and brings what is held back. With `relevance`, a rank
+    contributes to a meeting only if the signs of so many of its changes, as a share, are those of the last mean change.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -96,6 +97,7 @@ class OuterSteps:
     weight: tuple[float, ...] = ()
     variates: bool = False
     dense_every: int = 0
+    relevance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -134,6 +136,16 @@ class OuterSteps:
             raise ConfigError(
                 f"outer: with participation = {self.participation:g}, a change must be applied at once; leave "
                 f"delay = {self.delay} out."
+            )
+        if not 0 <= self.relevance < 1:
+            raise ConfigError(
+                f"outer: relevance is a share of the elements, at least 0 and below 1; received {self.relevance!r}."
+            )
+        others = self.delay or self.count > 1 or self.participation < 1 or self.weight or self.variates
+        if self.relevance and others:
+            raise ConfigError(
+                f"outer: with relevance = {self.relevance:g}, the whole model meets at once, and who contributes "
+                "follows from what a rank has moved; leave delay, fragments, participation, weight and variates out."
             )
         if self.variates and (self.delay or self.keeps_own or not self.is_plain_mean):
             raise ConfigError(
@@ -224,7 +236,7 @@ class OuterSteps:
     @property
     def is_plain_mean(self) -> bool:
         """True if all ranks contribute to all meetings, with equal weights."""
-        return self.participation == 1 and not self.weight
+        return self.participation == 1 and not self.weight and not self.relevance
 
     def factor(self, step: int, rounds: int, rank: int, size: int, seed: int) -> float:
         """Return the factor on what a rank contributes to the plain mean of a meeting; 0 if it is out.
@@ -320,6 +332,8 @@ class OuterSteps:
             parts.append(f"states: {self.state}")
         if self.variates:
             parts.append("control variates")
+        if self.relevance:
+            parts.append(f"sent if {self.relevance:g} of the signs are those of the last change")
         if self.dense_every:
             parts.append(f"one of {self.dense_every} meetings uncompressed")
         if self.participation < 1:

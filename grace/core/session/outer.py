@@ -34,6 +34,9 @@ _MEAN = Average()
 NO_RATES: Mapping[str, float] = {}
 # The tensor that brings the mean loss of all ranks.
 _LOSS = "loss of all ranks"
+# The tensor that brings the share of the ranks that contribute.
+_SENDERS = "share of the ranks that contribute"
+_OWN = frozenset({_LOSS, _SENDERS})
 
 
 def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
@@ -83,10 +86,10 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
         raise ConfigError(f"{where}: outer has {weights} numbers as weight, and there are {size} ranks; pass one each.")
     methods = [*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)]
     shared = [method.memory for method in methods if method.memory.across_ranks != "apart"]
-    if shared and config.outer.participation < 1:
+    if shared and (config.outer.participation < 1 or config.outer.relevance):
         raise ConfigError(
-            f"{where}: with participation below 1, some ranks contribute nothing, and {shared[0]} must follow all of "
-            "them; use the memory residual or none."
+            f"{where}: with participation below 1 or relevance, some ranks contribute nothing, and {shared[0]} must "
+            "follow all of them; use the memory residual or none."
         )
     lossy = [m for m in methods if m.compressor != dense_method().compressor and not m.memory.feeds_back]
     if lossy and config.outer.variates:
@@ -97,8 +100,8 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
     counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
     if counting and not config.outer.is_plain_mean:
         raise ConfigError(
-            f"{where}: participation and weight need the mean of what all ranks send, and {counting[0]} takes none; "
-            "use another one, or leave them out."
+            f"{where}: participation, weight and relevance need the mean of what all ranks send, and {counting[0]} "
+            "takes none; use another one, or leave them out."
         )
     needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
     if needing:
@@ -156,11 +159,13 @@ def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -
     return {**options, "outer": {"every": local_steps}}
 
 
-def with_loss(config: Config, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-    """Return the tensors of a run, with the loss if the periods follow it."""
-    if config.outer is None or config.outer.adapt != "loss" or not specs:
+def with_added(config: Config, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+    """Return the tensors of a run, with those that outer steps add: a loss that decides on periods, who contributes."""
+    outer = config.outer
+    if outer is None or not specs:
         return specs
-    return [*specs, TensorSpec(_LOSS, (), device=specs[0].device, rounds=1)]
+    added = [name for name, wanted in ((_LOSS, outer.adapt == "loss"), (_SENDERS, outer.relevance > 0)) if wanted]
+    return [*specs, *(TensorSpec(name, (), device=specs[0].device, rounds=1) for name in added)]
 
 
 class Flight(NamedTuple):
@@ -185,7 +190,8 @@ class OuterState(NamedTuple):
     `steps` counts the inner steps, and `met` is their number at the last meeting. `anchors` has the flat weights after
     the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer. `losses` are of
     the first and the last period before a meeting, if periods follow them, and of this one. `variates` has the flat
-    control variates, and `rates` the sums of learning rates since the last meeting of each tensor.
+    control variates, and `rates` the sums of learning rates since the last meeting of each tensor. `last` has the flat
+    mean changes of the last meeting, if they decide who contributes to the next one.
     """
 
     steps: int
@@ -197,6 +203,7 @@ class OuterState(NamedTuple):
     losses: Losses = Losses()
     variates: Mapping[str, Array] = NO_STATE
     rates: Mapping[str, float] = NO_RATES
+    last: Mapping[str, Array] = NO_STATE
 
 
 class Landing(NamedTuple):
@@ -231,6 +238,8 @@ class OuterRun:
         self.tells = False
         # The mean of the losses that this rank has noted in the last period.
         self._own_loss: float | None = None
+        # The share of the signs that were those of the last change, at the last meeting.
+        self._relevance: float | None = None
         # How far this rank was from the others at the last meeting, if the run tracks norms.
         self._spread: dict[str, float | None] = {"distance": None, "cosine": None}
 
@@ -302,13 +311,13 @@ class OuterRun:
         self._poll()
         flight = state.flight
         if self._meetings(step):
-            weights = {**weights, **self._loss()}
             changes = {
                 name: self._sent_of(name, weights)
                 for module in self._modules(step)
                 for name in self._members[module]
-                if name not in resting
+                if name not in resting and name not in _OWN
             }
+            changes |= self._loss() | self._senders(step, changes)
             flight, self._started = Flight(step, changes), False
         self._state = state._replace(steps=step, flight=flight, rates=rates)
         self._taken += 1
@@ -326,6 +335,26 @@ class OuterRun:
         losses = self.state.losses
         new = losses._replace(total=losses.total + loss, number=losses.number + 1)
         self._state = self.state._replace(losses=new)
+
+    def _senders(self, step: int, changes: Mapping[str, Array]) -> dict[str, Array]:
+        """Return 1 as a tensor if this rank contributes to a meeting, and 0 if not, if their relevance decides."""
+        if _SENDERS not in self._specs:
+            return {}
+        self._relevance = self._relevance_of(changes) if step > self.outer.warmup else None
+        sends = self._relevance is None or self._relevance >= self.outer.relevance
+        return {_SENDERS: self._ops(_SENDERS).zeros(1, "float32") + self._ops(_SENDERS).cast(float(sends), "float32")}
+
+    def _relevance_of(self, changes: Mapping[str, Array]) -> float | None:
+        """Return the share of the elements whose change has the sign of the last mean change; None before that."""
+        equal = number = 0
+        for name, last in self.state.last.items():
+            if name in changes:
+                ops = self._ops(name)
+                own = changes[name]
+                same = ((own > 0) & (last > 0)) | ((own < 0) & (last < 0)) | ((own == 0) & (last == 0))
+                equal += int(ops.sum(ops.cast(same, "int64")))
+                number += self._specs[name].numel
+        return equal / number if number else None
 
     def _no_variates(self) -> State:
         """Return the first control variates."""
@@ -411,10 +440,13 @@ class OuterRun:
         self._poll()
         outcomes = {module: self._run.current_of(module).finish() for module in self._modules(flight.sent)}
         merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
+        merged = self._of_senders(merged)
         if self._run.track_norms:
             self._spread = self._spread_of(flight.changes, merged)
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
         for name in flight.changes:
+            if name not in merged:
+                continue
             change = self._ops(name).reshape(merged[name], (-1,))
             if name not in anchors:
                 written[name] = change
@@ -429,9 +461,28 @@ class OuterRun:
             if flight.sent > self.outer.warmup:
                 variates = {**variates, **self._varied(flight.changes, merged)}
             rates = {name: 0.0 if name in flight.changes else rate for name, rate in rates.items()}
-        rounds = state.rounds + 1
-        new = OuterState(state.steps, state.steps, rounds, anchors, kept, None, losses, variates, rates)
+        last = {n: self._ops(n).copy(self._ops(n).reshape(merged[n], (-1,))) for n in anchors if n in flight.changes}
+        new = OuterState(
+            steps=state.steps,
+            met=state.steps,
+            rounds=state.rounds + 1,
+            anchors=anchors,
+            kept=kept,
+            losses=losses,
+            variates=variates,
+            rates=rates,
+            last=last if self.outer.relevance else NO_STATE,
+        )
         return Landing(written, new, outcomes)
+
+    def _of_senders(self, merged: dict[str, Array]) -> dict[str, Array]:
+        """Return means over the ranks that have contributed, from those over all ranks; zeros if there are none."""
+        if _SENDERS not in merged:
+            return merged
+        share = float(self._ops(_SENDERS).sum(merged.pop(_SENDERS)))
+        if share in (0.0, 1.0):
+            return merged
+        return {name: x * self._ops(name).cast(1 / share, self._specs[name].dtype) for name, x in merged.items()}
 
     def commit(self, landing: Landing) -> dict[str, Array]:
         """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
@@ -520,16 +571,20 @@ class OuterRun:
             return
         self._started = True
         factor = self._factor(flight.sent)
+        if _SENDERS in flight.changes:
+            factor = float(self._ops(_SENDERS).sum(flight.changes[_SENDERS]))
         for module in self._modules(flight.sent):
             step = self._run.current_of(module)
             for name in self._members[module]:
                 if name not in flight.changes:
                     step.rest(name)
-                elif not factor:
+                elif not factor and name != _SENDERS:
                     step.rest(name, alone=True)
                 else:
                     x = self._shaped(name, flight.changes[name])
-                    step.ready(name, x if factor == 1 else x * self._ops(name).cast(factor, self._specs[name].dtype))
+                    step.ready(
+                        name, x if factor in (0, 1) else x * self._ops(name).cast(factor, self._specs[name].dtype)
+                    )
 
     def _spread_of(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> dict[str, float | None]:
         """Return |d - mean d| / |mean d| and the cosine between d and mean d, over all tensors that have met."""
@@ -552,7 +607,8 @@ class OuterRun:
     def stats(self) -> dict[str, Any]:
         """Return `steps` (inner steps), `rounds` (meetings), and what this rank sends per inner step on the average.
 
-        With `adapt`, `every` is the number of inner steps from the last meeting to the next one.
+        With `adapt`, `every` is the number of inner steps from the last meeting to the next one, and with `relevance`,
+        `relevance` is the share of the signs that were those of the change before the last meeting.
 
         `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last
         meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
@@ -566,7 +622,9 @@ class OuterRun:
         """
         state = self.state
         sent = self._sent / self._taken if self._taken else 0.0
-        every = {"every": self._period()} if self.outer.adapt else {}
+        every: dict[str, Any] = {"every": self._period()} if self.outer.adapt else {}
+        if self.outer.relevance:
+            every["relevance"] = self._relevance
         return {
             "steps": state.steps,
             "rounds": state.rounds,
@@ -586,7 +644,7 @@ class OuterRun:
 
     def _check(self, weights: Mapping[str, Array]) -> None:
         """Raise StepError unless there are weights of all tensors as they were; nothing has been sent yet."""
-        given = self._specs.keys() - {_LOSS}
+        given = self._specs.keys() - _OWN
         if weights.keys() != given:
             names = ", ".join(sorted(map(repr, weights.keys() ^ given))[:5])
             raise StepError(f"outer steps: expected the weights of all tensors, and {names} only on one side.")
@@ -649,6 +707,8 @@ class OuterRun:
             saved["flight"] = {"sent": state.flight.sent, "changes": dict(state.flight.changes)}
         if self.outer.adapt == "loss":
             saved["losses"] = state.losses._asdict()
+        if self.outer.relevance:
+            saved["last"] = state.last
         if self.outer.variates:
             saved |= {"variates": state.variates, "rates": dict(state.rates)}
         return saved
@@ -691,6 +751,9 @@ class OuterRun:
         if self.outer.adapt == "loss":
             losses = _numbers(state.get("losses"), "outer, losses", Losses._fields)
             made = made._replace(losses=Losses(**losses))
+        if self.outer.relevance:
+            last = self._loaded("last", state.get("last"), moved if state.get("last") else {}, convert)
+            made = made._replace(last=last)
         if self.outer.variates:
             variates = self._loaded("variates", state.get("variates"), self._no_variates(), convert)
             # Before the first step there are none.

@@ -18,7 +18,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.session.exchange import Exchange
-from grace.core.session.outer import check_outer, fragments_of, refuse_states, with_loss
+from grace.core.session.outer import check_outer, fragments_of, refuse_states, with_added
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
 from grace.core.state.checks import check_mapping, show
 from grace.core.state.merge import in_rank_order
@@ -222,7 +222,7 @@ class Simulation(Exchange):
         made = make_config(config, **options)
         check_outer(made, "Simulation", average=average, size=size)
         refuse_states(made, "Simulation")
-        specs = with_loss(made, as_specs(tensors))
+        specs = with_added(made, as_specs(tensors))
         modules = fragments_of(made, specs)
         stages = make_plans(specs, made, ranks=Ranks(size), modules=modules)
         self.network = _Network(size)

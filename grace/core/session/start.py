@@ -14,7 +14,7 @@ from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
-from grace.core.session.outer import check_outer, fragments_of, refuse_outer, with_local_steps, with_loss
+from grace.core.session.outer import check_outer, fragments_of, refuse_outer, with_added, with_local_steps
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, HandshakeTransport
@@ -116,7 +116,7 @@ class Session(Handshake):
         config, transport = self.config, self.transport
         if outer:
             check_outer(config, self._where, average=average, size=transport.size)
-            specs = with_loss(config, specs)
+            specs = with_added(config, specs)
             modules = fragments_of(config, specs)
         else:
             refuse_outer(config, self._where)
