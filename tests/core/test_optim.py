@@ -111,10 +111,11 @@ def test_lans(framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_one_bit_lamb(framework):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_bit_lamb(framework, scaled):
     """Algorithm 1 of the paper, in float64; what is merged is a sign, which moves nothing where v is zero."""
     weights, gradients = given(16)
-    ours = Moved(framework, OneBitLamb(**OPTIONS), weights)
+    ours = Moved(framework, OneBitLamb(**OPTIONS, scaled=scaled), weights)
     x, m, v, average = weights.copy(), np.zeros(N), np.zeros(N), 0.0
     for t, g in enumerate(gradients[:8], 1):
         m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * g * g
@@ -127,17 +128,21 @@ def test_one_bit_lamb(framework):
     frozen = v / (1 - B2**8)
     fresh, average, factor, factors = frozen.copy(), average / (1 - 0.9**8), 1.0, []
     for t, g in enumerate(gradients[8:], 9):
-        np.testing.assert_allclose(ours.momentum(g), B1 * m + (1 - B1) * g, rtol=1e-4, atol=1e-6)
+        some, unit = frozen > 0, np.sqrt(frozen) + EPS if scaled else np.ones(N)
+        expected = (B1 * m + (1 - B1) * g) / unit
+        if scaled:
+            # (1 - beta1) / sqrt(1 - beta2) is 1 here.
+            expected = np.clip(expected, -1, 1)
+        np.testing.assert_allclose(ours.momentum(g)[some], expected[some], rtol=1e-4, atol=1e-6)
         merged = (B1 * m + (1 - B1) * g) + 0.3 * np.abs(m) * np.sign(g + 0.5)
         merged[frozen == 0] = 0
         again = (merged - B1 * m) / (1 - B1)
         fresh, m = B2 * fresh + (1 - B2) * again**2, merged
-        some = frozen > 0
         now = np.max((np.sqrt(frozen) + EPS)[some] / (np.sqrt(fresh) + EPS)[some])
         factor = np.clip(np.clip(now, 0.5, 4), 0.9 * factor, 1.1 * factor)
         factors.append(factor)
         x = x - LR * average * factor * (m / (1 - B1**t) / (np.sqrt(frozen) + EPS) + DECAY * x)
-        sent = np.where(some, merged, 5.0)
+        sent = np.where(some, merged / unit, 5.0)
         np.testing.assert_allclose(ours.step(sent, "frozen_step"), x, rtol=2e-4, atol=1e-5)
     assert len({round(f, 4) for f in factors}) > 1, "the factor follows the second moment"
 
@@ -145,7 +150,8 @@ def test_one_bit_lamb(framework):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_what_is_merged_moves_nothing_where_the_second_moment_is_zero(framework):
     weights, gradients = given()
-    for rule in (Adam(betas=(B1, B2)), OneBitLamb(betas=(B1, B2))):
+    rules = [kind(betas=(B1, B2), scaled=scaled) for kind in (Adam, OneBitLamb) for scaled in (False, True)]
+    for rule in rules:
         ours = Moved(framework, rule, weights)
         ours.step(gradients[0])
         ours.freeze()
@@ -156,11 +162,31 @@ def test_what_is_merged_moves_nothing_where_the_second_moment_is_zero(framework)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_zero_one_adam(framework, decoupled):
+def test_a_gradient_that_the_second_moment_has_not_seen_is_limited(framework):
+    """As in Adam, whose quotient is at most (1 - beta1) / sqrt(1 - beta2); infinity must reach the other ranks."""
+    weights, gradients = given()
+    large = 1e6 * gradients[1]
+    large[20] = np.inf
+    for kind in (Adam, OneBitLamb):
+        ours = Moved(framework, kind(betas=(0.9, 0.999)), weights)
+        ours.step(gradients[0])
+        ours.freeze()
+        sent = ours.momentum(large)
+        assert np.isinf(sent[20])
+        np.testing.assert_allclose(np.abs(np.delete(sent, 20)[7:]), 0.1 / np.sqrt(0.001), rtol=1e-5)
+        plain = Moved(framework, kind(betas=(0.9, 0.999), scaled=False), weights)
+        plain.step(gradients[0])
+        plain.freeze()
+        expected = 0.09 * gradients[0] + 0.1 * large
+        np.testing.assert_allclose(plain.momentum(large)[7:], expected[7:], rtol=1e-3)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("decoupled", "scaled"), [(False, False), (True, False), (True, True)])
+def test_zero_one_adam(framework, decoupled, scaled):
     """Algorithm 1 of the paper in float64, for one rank: meetings after steps 2, 5 and 6, v from steps 1 and 2."""
     weights, gradients = given()
-    ops, rule = get_ops(framework), ZeroOneAdam(**OPTIONS, decoupled_weight_decay=decoupled)
+    ops, rule = get_ops(framework), ZeroOneAdam(**OPTIONS, decoupled_weight_decay=decoupled, scaled=scaled)
     y = array(ops, weights.astype(np.float32), "float32")
     state = rule.init(ops, y)
     x, anchor, m, v, u = weights.copy(), weights.copy(), np.zeros(N), np.zeros(N), np.zeros(N)
@@ -174,16 +200,23 @@ def test_zero_one_adam(framework, decoupled):
             state = rule.learn(ops, y, mine, state)
         rate = LR / (1 - B1**t)
         m, rates = B1 * m + (1 - B1) * coupled, rates + rate
-        u = u + rate * m
         root = np.sqrt(v / (1 - B2**learnt)) + EPS
+        if scaled:
+            m = np.where(v > 0, np.clip(m, -root, root), 0)
+        u = u + rate * m
         shrink = 1 - LR * DECAY if decoupled else 1
         anchor = anchor * shrink
-        state = rule.advance(ops, y, mine, state, rate)
+        state = rule.advance(ops, y, mine, state, rate, learnt)
         if t in (2, 5, 6):
             # As a compressor might change it.
             merged = u * (1 + 0.1 * np.sin(np.arange(N)))
             m, x = np.where(v > 0, merged, 0) / rates, anchor - np.where(v > 0, merged, 0) / root
-            sent = array(ops, merged.astype(np.float32), "float32")
+            unit = root if scaled else 1.0
+            some = v > 0
+            np.testing.assert_allclose(
+                host(ops, rule.sent(ops, state, learnt))[some], (u / unit)[some], rtol=1e-4, atol=1e-6
+            )
+            sent = array(ops, (merged / unit).astype(np.float32), "float32")
             y, state = rule.meet(ops, y, sent, state, LR, rates, learnt)
             anchor, u, rates = x.copy(), np.zeros(N), 0.0
             assert "anchor" not in state

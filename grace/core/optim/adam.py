@@ -17,7 +17,8 @@ class Adam(Freezing):
     w \leftarrow w - \eta \, \hat m / (\sqrt{\hat v} + \epsilon)
 
     with m and v divided by 1 - beta^t. After the freeze, v stays, the state has 1 / (sqrt v + eps) in its place, and m
-    is the merged momentum. Weight decay adds to the gradient, or shrinks the weights if it is `decoupled`.
+    is the merged momentum, times that factor if it is `scaled`. Weight decay adds to the gradient, or shrinks the
+    weights if it is decoupled.
 
     Reference: Kingma and Ba, "Adam: a method for stochastic optimization", ICLR 2015; Tang et al., "1-bit Adam", ICML
     2021, Algorithm 1.
@@ -36,11 +37,15 @@ class Adam(Freezing):
         return ops.weighted_sum(self._shrunk(ops, weights, lr), 1, direction, -lr / first), state
 
     def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
-        return super().momentum(ops, weights, self._decayed(ops, weights, gradient), state)
+        gradient = self._decayed(ops, weights, gradient)
+        if not self.scaled:
+            return self._followed(ops, state["exp_avg"], gradient)
+        return self._limited(ops, self._followed(ops, state["exp_avg"], gradient * state["scale"]))
 
     def freeze(self, ops: ArrayOps, state: State, number: int) -> State:
         _, second = self._corrections(number)
-        return {"exp_avg": state["exp_avg"], "scale": self.scale(ops, state["exp_avg_sq"], second)}
+        momentum, scale = state["exp_avg"], self.scale(ops, state["exp_avg_sq"], second)
+        return {"exp_avg": momentum * scale if self.scaled else momentum, "scale": scale}
 
     def scale(self, ops: ArrayOps, second: Array, correction: float) -> Array:
         """Return 1 / (sqrt(v / correction) + eps); 0 where v is."""
@@ -52,7 +57,8 @@ class Adam(Freezing):
     ) -> tuple[Array, State]:
         scale, (first, _) = state["scale"], self._corrections(number)
         momentum = ops.where(scale > 0, momentum, 0.0)
-        new = ops.weighted_sum(self._shrunk(ops, weights, lr), 1, momentum * scale, -lr / first)
+        direction = momentum if self.scaled else momentum * scale
+        new = ops.weighted_sum(self._shrunk(ops, weights, lr), 1, direction, -lr / first)
         return new, {**state, "exp_avg": momentum}
 
     def _decayed(self, ops: ArrayOps, weights: Array, gradient: Array) -> Array:

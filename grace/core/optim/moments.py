@@ -81,16 +81,34 @@ class Freezing(Moments):
 
     After `freeze`, each rank sends its `momentum`, and `frozen_step` takes the merged one, in place of `step`.
     Elements whose second moment is zero at that time keep their weights, whatever is merged: a sign is never zero.
+
+    If it is `scaled`, momenta are divided by sqrt(v) + eps before they are exchanged, and limited to what Adam's own
+    quotients can be, max(1, (1 - beta1) / sqrt(1 - beta2)). Then one scale fits all elements of a tensor, also where a
+    gradient comes that the frozen v has not seen. The papers exchange momenta as they are: a sign whose scale is the
+    mean of all elements makes steps of any length where v is small.
     """
+
+    scaled: bool = True
 
     @abstractmethod
     def freeze(self, ops: ArrayOps, state: State, number: int) -> State:
         """Return the state for `frozen_step` after `number` steps."""
 
+    @abstractmethod
     def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
         """Return what this rank sends: the common momentum with its own gradient added."""
+
+    def _limited(self, ops: ArrayOps, quotient: Array) -> Array:
+        """Return m / sqrt(v) within the limits that it has in Adam, whose v has seen all gradients."""
+        first, second = self.betas
+        limit = ops.cast(max(1.0, (1 - first) / math.sqrt(1 - second)), ops.dtype(quotient))
+        # NaN and infinity stay, so that all ranks learn of them.
+        return ops.where(ops.abs(quotient) < math.inf, ops.clip(quotient, -limit, limit), quotient)
+
+    def _followed(self, ops: ArrayOps, momentum: Array, gradient: Array) -> Array:
+        """Return the momentum after a gradient."""
         first, _ = self.betas
-        return ops.weighted_sum(state["exp_avg"], first, gradient, 1 - first)
+        return ops.weighted_sum(momentum, first, gradient, 1 - first)
 
     @abstractmethod
     def frozen_step(

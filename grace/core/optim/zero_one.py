@@ -37,10 +37,20 @@ class ZeroOneAdam(Adam):
         gradient = self._decayed(ops, weights, gradient)
         return {**state, "exp_avg_sq": ops.weighted_sum(state["exp_avg_sq"], beta, gradient * gradient, 1 - beta)}
 
-    def advance(self, ops: ArrayOps, weights: Array, gradient: Array, state: State, rate: float) -> State:
+    def advance(self, ops: ArrayOps, weights: Array, gradient: Array, state: State, rate: float, learnt: int) -> State:
         """Return the state after a step of this rank with eta = `rate`; u is `moved`."""
-        momentum = self.momentum(ops, weights, gradient, state)
+        momentum = self._followed(ops, state["exp_avg"], self._decayed(ops, weights, gradient))
+        if self.scaled:
+            scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
+            quotient = self._limited(ops, momentum * scale)
+            momentum = ops.where(scale > 0, quotient / ops.where(scale > 0, scale, 1.0), 0.0)
         return {**state, "exp_avg": momentum, "moved": ops.weighted_sum(state["moved"], 1, momentum, rate)}
+
+    def sent(self, ops: ArrayOps, state: State, learnt: int) -> Array:
+        """Return what this rank sends at a meeting: u, and if it is `scaled`, what the weights have moved by it."""
+        if not self.scaled:
+            return state["moved"]
+        return state["moved"] * self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
 
     def alone(
         self, ops: ArrayOps, weights: Array, state: State, lr: float, rate: float, learnt: int
@@ -55,11 +65,16 @@ class ZeroOneAdam(Adam):
     def meet(
         self, ops: ArrayOps, weights: Array, merged: Array, state: State, lr: float, rates: float, learnt: int
     ) -> tuple[Array, State]:
-        """Return the weights and the state after a meeting; `merged` is the mean of u, and `rates` the sum of eta."""
+        """Return the weights and the state after a meeting; `merged` is the mean of `sent`, `rates` the sum of eta."""
         rest = {key: x for key, x in state.items() if key != "anchor"}
         anchor = self._shrunk(ops, state.get("anchor", weights), lr)
         scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
-        merged = ops.where(scale > 0, merged, 0.0)
-        momentum = merged * ops.cast(1 / rates if rates else 0.0, ops.dtype(merged))
+        # The mean of u, and what the weights move by it.
+        mean = change = ops.where(scale > 0, merged, 0.0)
+        if self.scaled:
+            mean = change / ops.where(scale > 0, scale, 1.0)
+        else:
+            change = mean * scale
+        momentum = mean * ops.cast(1 / rates if rates else 0.0, ops.dtype(merged))
         moved = ops.zeros(weights.shape[0], ops.dtype(merged))
-        return anchor - merged * scale, {**rest, "exp_avg": momentum, "moved": moved}
+        return anchor - change, {**rest, "exp_avg": momentum, "moved": moved}

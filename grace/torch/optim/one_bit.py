@@ -99,6 +99,10 @@ class OneBitAdam(OneBit):
     of them. It should be longer than the warm-up of the learning rate. Parameters whose second moment is zero at its
     end, such as rows of an embedding for words that did not occur, keep their values.
 
+    Momenta are divided by sqrt(v) + eps before they are exchanged, and limited to the quotients that Adam has at most,
+    so that one scale per tensor fits all of its elements. With `scaled` false, they are exchanged as they are, as in
+    the paper. Steps then have any length where v is small.
+
     `params` are those of a plain model, best as `model.named_parameters()`; what makes a model parallel, such as DDP,
     would average the gradients once more. Gradients may be accumulated over several backward passes and clipped, and a
     GradScaler needs no argument. `lr`, `betas`, `eps`, `weight_decay` and `decoupled_weight_decay` are those of

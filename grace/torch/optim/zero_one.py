@@ -81,6 +81,7 @@ class ZeroOneAdam(Exchanging):
         first, *_ = self.param_groups
         number, freeze_step = first["step"] + 1, first["freeze_step"]
         learns = number == first["learn_at"] <= freeze_step
+        learnt = first["learnt"] + learns
         meets = number <= freeze_step or bool(self._meetings.meetings(number - freeze_step))
         means = self._exchange(self._gradients, self._gradient) if learns else None
         advanced: dict[torch.Tensor, dict[str, Any]] = {}
@@ -90,15 +91,16 @@ class ZeroOneAdam(Exchanging):
             state = self._state_of(p, rule)
             if means is not None:
                 state = rule.learn(ops, flat(p), flat(means[self._names[p]]), state)
-            advanced[p] = rule.advance(ops, flat(p), flat(self._gradient(p, group)), state, self._rate(group, number))
-            return advanced[p]["moved"].view(p.shape)
+            gradient, rate = flat(self._gradient(p, group)), self._rate(group, number)
+            advanced[p] = rule.advance(ops, flat(p), gradient, state, rate, learnt)
+            return rule.sent(ops, advanced[p], learnt).view(p.shape)
 
         # Nothing is changed until all exchanges are over.
         merged = self._exchange(self.grace.run, advance) if meets else None
         for group in self.param_groups:
-            group["learnt"] += learns
+            group["learnt"] = learnt
             group["rates"] += self._rate(group, number)
-            rule, lr, rates, learnt = self._rule_of(group), float(group["lr"]), group["rates"], group["learnt"]
+            rule, lr, rates = self._rule_of(group), float(group["lr"]), group["rates"]
             for p in group["params"]:
                 if merged is None and p.requires_grad:
                     advance(p, group)
@@ -117,7 +119,7 @@ class ZeroOneAdam(Exchanging):
             if merged is not None:
                 group["rates"] = 0.0
             if learns:
-                group["learn_at"] = number + 2 ** (group["learnt"] // self._scaler)
+                group["learn_at"] = number + 2 ** (learnt // self._scaler)
         self.grace.rollback.release()
 
     def _rate(self, group: Mapping[str, Any], number: int) -> float:

@@ -37,7 +37,10 @@ def gradients_of(net: Net, step: int) -> list[dict[str, np.ndarray]]:
 class MomentaOfThePaper:
     """The exchange of Algorithm 1 in NumPy: mean|x| sign(x) of m + error on each rank, and of the mean at its owner."""
 
-    def __init__(self, plan: Any, momentum: dict[str, np.ndarray]) -> None:
+    def __init__(self, plan: Any, momentum: dict[str, np.ndarray], unit: dict[str, np.ndarray]) -> None:
+        # What momenta are divided by before they are exchanged: sqrt v + eps, or 1 as in the paper.
+        self.scaled = any((x != 1).any() for x in unit.values())
+        self.unit = {name: x.astype(np.float32) for name, x in unit.items()}
         self.pieces = [(unit, unit.pieces[0]) for unit in plan.units]
         self.momentum = {name: m.astype(np.float32) for name, m in momentum.items()}
         self.worker = [{name: np.zeros_like(m) for name, m in self.momentum.items()} for _ in range(world_size())]
@@ -49,7 +52,11 @@ class MomentaOfThePaper:
             at, name = slice(piece.start, piece.stop), piece.tensor
             sent = []
             for mine, error in zip(gradients, self.worker, strict=True):
-                x = np.float32(BETA) * last[name][at] + np.float32(1 - BETA) * mine[name][at] + error[name][at]
+                own = mine[name][at] / self.unit[name][at]
+                x = np.float32(BETA) * last[name][at] + np.float32(1 - BETA) * own
+                # What m / sqrt v is at most in Adam.
+                limit = np.float32(0.1 / np.sqrt(0.001)) if self.scaled else np.inf
+                x = np.clip(x, -limit, limit) + error[name][at]
                 sent.append(_sign(x))
                 error[name][at] = x - sent[-1]
             x = sum(sent) / np.float32(world_size()) + self.server[name][at]
@@ -62,9 +69,9 @@ def _sign(x: np.ndarray) -> np.ndarray:
     return np.float32(np.mean(np.abs(x.astype(np.float64)))) * np.where(x >= 0, np.float32(1), np.float32(-1))
 
 
-def one_bit_adam() -> dict[str, Any]:
+def one_bit_adam(scaled: bool) -> dict[str, Any]:
     """Compare with PyTorch's Adam in the warm-up, and with the paper's recursion afterwards; resume from every step."""
-    options = {"lr": 0.003, "weight_decay": 0.01, "freeze_step": FREEZE, **ALL}
+    options = {"lr": 0.003, "weight_decay": 0.01, "freeze_step": FREEZE, "scaled": scaled, **ALL}
     net, plain = make_net(), make_net()
     optimizer = OneBitAdam(net.named_parameters(), decoupled_weight_decay=True, **options)
     adam = torch.optim.AdamW(plain.parameters(), lr=0.003, weight_decay=0.01)
@@ -75,7 +82,12 @@ def one_bit_adam() -> dict[str, Any]:
             # The state of PyTorch's Adam gives what is frozen.
             momentum = {n: adam.state[p]["exp_avg"].reshape(-1).numpy() for n, p in plain.named_parameters()}
             second = {n: adam.state[p]["exp_avg_sq"].reshape(-1).numpy() for n, p in plain.named_parameters()}
-            reference = MomentaOfThePaper(optimizer.grace.plan, momentum)
+            root = {name: np.sqrt(x / (1 - 0.999**FREEZE)) + 1e-8 for name, x in second.items()}
+            some = {name: x > 0 for name, x in second.items()}
+            unit = {name: np.where(some[name], x, np.inf) if scaled else np.ones_like(x) for name, x in root.items()}
+            reference = MomentaOfThePaper(
+                optimizer.grace.plan, {name: m / unit[name] for name, m in momentum.items()}, unit
+            )
         given = gradients_of(net, step)
         before = {name: p.detach().reshape(-1).numpy().copy() for name, p in net.named_parameters()}
         one_step(net, optimizer, step)
@@ -88,10 +100,10 @@ def one_bit_adam() -> dict[str, Any]:
         else:
             merged, expected = reference.step(given), {}
             for name, m in merged.items():
-                root = np.sqrt(second[name] / (1 - 0.999**FREEZE)) + 1e-8
                 # Where no gradient has been, nothing moves.
-                m[second[name] == 0] = 0
-                expected[name] = before[name] * (1 - 0.003 * 0.01) - 0.003 / (1 - BETA ** (step + 1)) * m / root
+                m[~some[name]] = 0
+                moved = m if scaled else m / root[name]
+                expected[name] = before[name] * (1 - 0.003 * 0.01) - 0.003 / (1 - BETA ** (step + 1)) * moved
         off.append(max(np.abs(p.detach().reshape(-1).numpy() - expected[n]).max() for n, p in net.named_parameters()))
     resumed = []
     for start, (model, state) in enumerate(saved):
@@ -327,7 +339,9 @@ def zero_one_adam() -> dict[str, Any]:
                 v[name] = 0.999 * v[name] + 0.001 * np.mean([g[name] for g in each], axis=0) ** 2
             root = np.sqrt(v[name] / (1 - 0.999**learnt)) + 1e-4
             for mine, g in zip(ranks.x, each, strict=True):
-                mine["m", name] = np.where(v[name] > 0, BETA * mine["m", name] + (1 - BETA) * g[name], 0)
+                limit = 0.1 / np.sqrt(0.001) * root
+                m = np.clip(BETA * mine["m", name] + (1 - BETA) * g[name], -limit, limit)
+                mine["m", name] = np.where(v[name] > 0, m, 0)
                 mine["u", name] = mine["u", name] + rate * mine["m", name]
                 mine[name] = mine[name] - rate * mine["m", name] / root
             if meets:
@@ -427,7 +441,9 @@ def follow(label: str, lr: float, freeze: int) -> dict[str, np.ndarray]:
             before, k["m"] = k["m"], BETA * k["m"] + (1 - BETA) * g
             frozen = label == "one bit" and t > freeze
             if frozen:
-                k["m"] = np.where(k["v"] > 0, k["m"], 0)
+                limit = 0.1 / np.sqrt(0.001) * k["root"]
+                sent = [np.clip(BETA * before + (1 - BETA) * mine[name], -limit, limit) for mine in each]
+                k["m"] = np.where(k["v"] > 0, np.mean(sent, axis=0), 0)
             else:
                 k["v"] = 0.999 * k["v"] + 0.001 * g * g
                 k["root"] = np.sqrt(k["v"] / (1 - 0.999**t)) + 1e-6

@@ -18,8 +18,9 @@ LAUNCHES = [
 
 
 @on(*LAUNCHES)
-def test_one_bit_adam_is_pytorchs_adam_at_first_and_then_the_papers_recursion(launch):
-    ranks = scenario("one_bit_adam", launch)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_bit_adam_is_pytorchs_adam_at_first_and_then_the_papers_recursion(launch, scaled):
+    ranks = scenario("one_bit_adam", launch, scaled)
     assert len({rank["weights"] for rank in ranks}) == 1
     for rank in ranks:
         assert max(rank["off"]) < 1e-6, rank["off"]

@@ -43,6 +43,24 @@ def test_rows_that_never_occur_stay_and_the_others_are_learnt():
     assert loss() < 0.1 * first
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_no_element_makes_longer_steps_than_with_adam(scaled):
+    """A sign is as long as the mean of the tensor; divided by a small second moment, it makes a step of any length."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.ones(40, 30)
+    sizes[:3] = 1e-4
+    weights = torch.nn.Parameter(torch.zeros(40, 30))
+    optimizer = OneBitAdam([weights], lr=0.01, freeze_step=20, default_rules=False, scaled=scaled)
+    longest = 0.0
+    for _ in range(40):
+        before = weights.detach().clone()
+        weights.grad = sizes * torch.randn(40, 30, generator=generator)
+        optimizer.step()
+        longest = max(longest, float((weights.detach() - before).abs().max()))
+    assert (longest < 0.04) == scaled
+    assert longest < 0.04 or longest > 1
+
+
 def test_the_warm_up_ends_by_the_rule_of_the_paper():
     """With gradients of constant size, v is (1 - beta2^t) g^2: within 4 % of its value 1 / (1 - beta2) steps before."""
     weights = torch.nn.Parameter(torch.zeros(40, 30))
