@@ -163,16 +163,16 @@ def test_what_is_merged_moves_nothing_where_the_second_moment_is_zero(framework)
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_gradient_that_the_second_moment_has_not_seen_is_limited(framework):
-    """As in Adam, whose quotient is at most (1 - beta1) / sqrt(1 - beta2); infinity must reach the other ranks."""
+    """As in Adam, whose quotient is at most (1 - beta1) / sqrt(1 - beta2); NaN must reach the other ranks."""
     weights, gradients = given()
     large = 1e6 * gradients[1]
-    large[20] = np.inf
+    large[20] = np.nan
     for kind in (Adam, OneBitLamb):
         ours = Moved(framework, kind(betas=(0.9, 0.999)), weights)
         ours.step(gradients[0])
         ours.freeze()
         sent = ours.momentum(large)
-        assert np.isinf(sent[20])
+        assert np.isnan(sent[20])
         np.testing.assert_allclose(np.abs(np.delete(sent, 20)[7:]), 0.1 / np.sqrt(0.001), rtol=1e-5)
         plain = Moved(framework, kind(betas=(0.9, 0.999), scaled=False), weights)
         plain.step(gradients[0])

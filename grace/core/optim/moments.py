@@ -102,8 +102,7 @@ class Freezing(Moments):
         """Return m / sqrt(v) within the limits that it has in Adam, whose v has seen all gradients."""
         first, second = self.betas
         limit = ops.cast(max(1.0, (1 - first) / math.sqrt(1 - second)), ops.dtype(quotient))
-        # NaN and infinity stay, so that all ranks learn of them.
-        return ops.where(ops.abs(quotient) < math.inf, ops.clip(quotient, -limit, limit), quotient)
+        return ops.clip(quotient, -limit, limit)
 
     def _followed(self, ops: ArrayOps, momentum: Array, gradient: Array) -> Array:
         """Return the momentum after a gradient."""

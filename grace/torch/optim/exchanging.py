@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -141,9 +142,11 @@ class Exchanging(Ruled, ABC):
         """Return the gradient of this rank without the loss scale; zeros if there is none, as others may have one."""
         if p.grad is None:
             return torch.zeros_like(p)
-        gradient = self._dense(p)
-        scale = getattr(self, "grad_scale", None)
-        return gradient if scale is None else gradient / scale.to(gradient.device)
+        gradient, scale, found = self._dense(p), getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            gradient = gradient / scale.to(gradient.device)
+        # A limit would hide infinity from the other ranks, and NaN it leaves.
+        return gradient if found is None else gradient.masked_fill(found.to(gradient.device) > 0, math.nan)
 
     def _exchange(
         self, run: Run, value: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
