@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from grace import Config, Simulation, TensorSpec, compressors, make_config
-from tests.support.launch import TORCH, command
+from tests.support.launch import TENSORFLOW, TORCH, command
 from tests.support.ranks import forked
 
 pytestmark = pytest.mark.processes
@@ -35,11 +35,11 @@ RUNNABLE = [
 ]
 # One rank suffices for most pages that initialize torch.distributed, and takes a third of the time.
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-# The pages with PyTorch, and how many ranks they run on.
-WITH_TORCH = {f"docs/get_started/{page}.md": 2 for page in ("ddp", "fsdp", "torchrun")}
-WITH_TORCH |= {"docs/two_nodes.md": 2}
-WITH_TORCH |= {f"docs/{page}.md": 1 for page in ("get_started/pytorch", "get_started/recipes", "adam", "move")}
-WITH_TORCH |= {"docs/checkpoints.md": 1, "docs/statistics.md": 1}
+# The pages with PyTorch or TensorFlow, and how many ranks they run on.
+ON_RANKS = {f"docs/get_started/{page}.md": 2 for page in ("ddp", "fsdp", "torchrun")}
+ON_RANKS |= {"docs/two_nodes.md": 2}
+ON_RANKS |= {f"docs/{page}.md": 1 for page in ("get_started/pytorch", "get_started/recipes", "adam", "move")}
+ON_RANKS |= {"docs/checkpoints.md": 1, "docs/statistics.md": 1, "docs/get_started/tensorflow.md": 1}
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 
@@ -151,26 +151,27 @@ def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
 
 
 def run(code, folder, ranks):
-    """Run a script: on ranks that have imported PyTorch, or, with 0 of them, in a Python of its own."""
+    """Run a script: on ranks that have imported its framework, or, with 0 of them, in a Python of its own."""
     (folder / "script.py").write_text(code, encoding="utf-8")
-    python = forked(TORCH, ranks, "run") if ranks else [sys.executable]
+    worker = TENSORFLOW if "import tensorflow" in code else TORCH
+    python = forked(worker, ranks, "run") if ranks else [sys.executable]
     launcher = [*forked("tests.support.torchrun", 1), *command("torchrun", ranks)[1:]] if ranks > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(ONE_RANK if ranks < 2 else {})}
     subprocess.run([*launcher, *python, "script.py"], check=True, cwd=folder, env=environment)
 
 
-# Those with PyTorch run beside other tests of ranks, whose servers have imported it.
+# Ranks run beside other tests of ranks, whose servers have imported the frameworks.
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.distributed) for name in RUNNABLE if name in WITH_TORCH),
-        *(pytest.param(name, marks=pytest.mark.first) for name in RUNNABLE if name not in WITH_TORCH),
+        *(pytest.param(name, marks=pytest.mark.distributed) for name in RUNNABLE if name in ON_RANKS),
+        *(pytest.param(name, marks=pytest.mark.first) for name in RUNNABLE if name not in ON_RANKS),
     ],
 )
 def test_the_python_of_a_page_runs(name, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", read(name), re.DOTALL | re.MULTILINE))
     assert code
-    run(code, tmp_path, WITH_TORCH.get(name, 0))
+    run(code, tmp_path, ON_RANKS.get(name, 0))
 
 
 @pytest.mark.distributed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.covering import rest_slow
 from tests.support.elastic import check_survivors
 from tests.support.launch import TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
@@ -14,7 +15,7 @@ TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
 
 
 @on(TWO)
-@pytest.mark.parametrize("way", ["fit", "apply", "tape"])
+@pytest.mark.parametrize("way", rest_slow(["fit", "apply", "tape"], 2))
 def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(way, launch):
     ranks = scenario("elastic", launch, way)
     for rank in ranks:

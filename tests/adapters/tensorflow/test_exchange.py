@@ -35,7 +35,7 @@ def _exchanges(row):
         usual = (row["granularity"], row["mode"], *launch) == ("layer", "graph", "horovodrun-gloo", 2)
         usual = usual and row["communicator"] == usual_communicator(compressors.example(row["method"]))
         return usual or row["method"] in WAYS
-    # test_graphs.py has every method in a graph.
+    # test_graphs.py has typical methods in a graph, and all of them with --all.
     if launch == ("horovodrun-gloo", 2):
         return row["method"] in WAYS
     if (row["granularity"], row["mode"]) != ("bucket", "graph"):
@@ -272,6 +272,7 @@ def test_checkpoint_of_another_rank_loads_with_a_message(launch):
     assert all(rank["step"] == 4 for rank in ranks)
 
 
+@pytest.mark.slow
 @on(GLOO_2)
 def test_checkpoint_that_only_some_ranks_load_is_noticed_by_all(launch):
     for rank in scenario("partly_loaded", launch, ["topk", "powersgd", "rules"] if ALL else ["powersgd", "rules"]):

@@ -141,6 +141,7 @@ def test_saved_models_go_on_exactly(launch):
     assert ranks[0]["mixed precision"]["types"][0] == "LossScaleOptimizer"
 
 
+@pytest.mark.slow
 @on(TWO)
 def test_checkpoints_of_tensorflow_go_on_exactly(launch):
     ranks = scenario("checkpoints", launch)
