@@ -75,6 +75,11 @@ class Exchanging(Ruled, ABC):
             options = {**ONE_BIT, **options}
         request = Request(config, options, type(self), self._where)
         library = connect(backend, process_set, process_group, request.timeout, self._where)
+        if library.transport.rank < 0:
+            raise ConfigError(
+                f"{self._where}: this process is not in the process set; make the optimizer on the ranks of the set "
+                "only."
+            )
         self._begin(request, library, total_steps)
 
     def _begin(self, request: Request, library: Library, total_steps: int | None) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -246,6 +247,10 @@ def one_bit_adam_refusals() -> dict[str, Any]:
         "load": lambda: optimizer.load_state_dict({k: x for k, x in optimizer.state_dict().items() if k != "grace"}),
     }
     errors = {name: outcome(call) for name, call in calls.items()}
+    if not by_torchrun():
+        others = hvd.ProcessSet([5])
+        others.process_set_id = 0
+        errors["outside"] = outcome(lambda: make(process_set=others))
     if by_torchrun():
         model = DistributedDataParallel(make_net())
         exchange = grace.torch.register(model, compressor="qsgd")
