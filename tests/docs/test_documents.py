@@ -45,10 +45,19 @@ WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 def scalars() -> list[str]:
     """Return the names of all numbers for loggers."""
-    simulation = Simulation(1, {"w": (64, 64)}, {"compressor": "topk"})
-    simulation.track_norms = True
-    simulation.step([{"w": np.ones((64, 64), np.float32)}])
-    return list(simulation.scalars())
+    found: dict[str, None] = {}
+    weights = {"w": np.ones((64, 64), np.float32)}
+    for outer in (None, {"every": 1}):
+        simulation = Simulation(1, {"w": (64, 64)}, {"compressor": "topk", "outer": outer})
+        simulation.track_norms = True
+        if outer:
+            simulation.begin({"w": np.zeros((64, 64), np.float32)})
+        for _ in range(2):
+            if outer:
+                simulation.note_loss(1.0)
+            simulation.step([weights])
+        found |= simulation.scalars()
+    return list(found)
 
 
 SCALARS = scalars()
