@@ -1,4 +1,4 @@
-"""What the study says of two papers, and in how many cells methods are faster than uncompressed training."""
+"""Findings of the study on two papers, and in how many cells methods are faster than uncompressed training."""
 
 from __future__ import annotations
 
