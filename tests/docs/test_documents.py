@@ -22,7 +22,10 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 # The Python blocks of each of these pages form one script.
-USING = ("two_nodes", "adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics")
+USING = (
+    *("two_nodes", "adam", "move", "configuration", "communicators_and_memories", "checkpoints", "statistics"),
+    "outer_steps",
+)
 EXTEND = ("index", "compressor", "memory", "communicator", "transport", "array_operation", "backend")
 RUNNABLE = [
     *(
@@ -39,7 +42,12 @@ ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_
 ON_RANKS = {f"docs/get_started/{page}.md": 2 for page in ("ddp", "fsdp", "torchrun")}
 ON_RANKS |= {"docs/two_nodes.md": 2}
 ON_RANKS |= {f"docs/{page}.md": 1 for page in ("get_started/pytorch", "get_started/recipes", "adam", "move")}
-ON_RANKS |= {"docs/checkpoints.md": 1, "docs/statistics.md": 1, "docs/get_started/tensorflow.md": 1}
+ON_RANKS |= {
+    "docs/checkpoints.md": 1,
+    "docs/statistics.md": 1,
+    "docs/outer_steps.md": 1,
+    "docs/get_started/tensorflow.md": 1,
+}
 WITHOUT_PUBLICATION = ("none", "fp16", "bf16", "chain")
 
 
