@@ -13,7 +13,7 @@ from grace.core.errors import StepError
 from grace.core.guards.replicas import is_due
 from grace.core.ops import get_ops
 from grace.core.session.exchange import Exchange
-from grace.core.session.outer import refuse_states
+from grace.core.session.outer_setup import refuse_states
 from grace.core.session.start import Request, open_session
 from grace.core.spec import Array, TensorSpec, as_specs
 from grace.core.state.rollback import Rollback

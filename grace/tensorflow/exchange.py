@@ -21,7 +21,7 @@ from grace.core.ops import get_ops
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
-from grace.core.session.outer import refuse_outer
+from grace.core.session.outer_setup import refuse_outer
 from grace.core.session.start import check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import Gradient, common_kinds, device_of, inside, is_embedding, kind_of, names_of

@@ -26,7 +26,7 @@ from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
-from grace.core.session.outer import check_outer, refuse_arguments_of_gradients, refuse_states, with_local_steps
+from grace.core.session.outer_setup import check_outer, refuse_arguments_of_gradients, refuse_states, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange

@@ -15,7 +15,7 @@ import torch
 from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError
-from grace.core.session.outer import refuse_arguments_of_gradients
+from grace.core.session.outer_setup import refuse_arguments_of_gradients
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
 from grace.torch.beside import Beside

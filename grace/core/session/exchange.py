@@ -18,7 +18,8 @@ from grace.core.observe.statistics import scalars
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
-from grace.core.session.outer import OuterRun, OuterState, check_outer, fragments_of
+from grace.core.session.outer import OuterRun, OuterState
+from grace.core.session.outer_setup import check_outer, fragments_of
 from grace.core.session.start import describe
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.state.checkpoint import saved_carrying

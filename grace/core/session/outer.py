@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.outer import OuterSteps
-from grace.core.errors import ConfigError, StateError, StepError
+from grace.core.errors import StateError, StepError
 from grace.core.observe.announcement import tell_need
 from grace.core.ops.composites import ArrayOps
 from grace.core.outer.average import Average
-from grace.core.plan.plan import Modules
 from grace.core.session.occupied import Occupied
+from grace.core.session.outer_setup import LOSS, OWN, SENDERS, module_beside, modules_of
 from grace.core.spec import NO_STATE, Array, State, TensorSpec
 from grace.core.state.checks import check_mapping, check_number, convert_state, show, unreadable
 from grace.core.state.merge import shares
@@ -32,140 +31,6 @@ Convert: TypeAlias = Callable[[Array, Array], Array]
 
 _MEAN = Average()
 NO_RATES: Mapping[str, float] = {}
-# The tensor that brings the mean loss of all ranks.
-_LOSS = "loss of all ranks"
-# The tensor that brings the share of the ranks that contribute.
-_SENDERS = "share of the ranks that contribute"
-_OWN = frozenset({_LOSS, _SENDERS})
-
-
-def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
-    """Return what meets at a time as modules of a run; None if all tensors always meet together.
-
-    Raises ConfigError if tensors accompany weights that take no outer steps.
-    """
-    if config.outer is None:
-        if names := [spec.name for spec in specs if spec.rounds]:
-            raise ConfigError(
-                f"tensor '{names[0]}': rounds is the number of meetings between two means, and without outer there are "
-                "none; set outer, or leave rounds out."
-            )
-        return None
-    members = _members(config.outer, specs)
-    return Modules({name: module for module, names in members.items() for name in names}) if len(members) > 1 else None
-
-
-def _members(outer: OuterSteps, specs: Sequence[TensorSpec]) -> dict[str, list[str]]:
-    """Return the tensors of each module: those of the fragments, and then what accompanies them, by its rounds."""
-    parts = outer.divide([spec for spec in specs if not spec.rounds])
-    beside: dict[str, list[str]] = {}
-    for spec in specs:
-        if spec.rounds:
-            beside.setdefault(_beside(spec.rounds), []).append(spec.name)
-    if len(parts) == 1 and not beside:
-        return {"": parts[0]}
-    return {**{f"fragment {i}": part for i, part in enumerate(parts)}, **beside}
-
-
-def _beside(rounds: int) -> str:
-    """Return the module of what accompanies the weights at every `rounds`-th meeting."""
-    return f"beside the weights, every {rounds}"
-
-
-def check_outer(config: Config, where: str, *, average: bool, size: int) -> None:
-    """Raise ConfigError if outer steps cannot be combined with the rest of a configuration, or with sums."""
-    if config.outer is None:
-        return
-    if not average:
-        raise ConfigError(
-            f"{where}: local_steps and outer average the change of the weights and need the mean as op, received a "
-            "sum; leave op out."
-        )
-    weights = len(config.outer.weight)
-    if weights and weights != size:
-        raise ConfigError(f"{where}: outer has {weights} numbers as weight, and there are {size} ranks; pass one each.")
-    methods = [*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)]
-    shared = [method.memory for method in methods if method.memory.across_ranks != "apart"]
-    if shared and (config.outer.participation < 1 or config.outer.relevance):
-        raise ConfigError(
-            f"{where}: with participation below 1 or relevance, some ranks contribute nothing, and {shared[0]} must "
-            "follow all of them; use the memory residual or none."
-        )
-    lossy = [m for m in methods if m.compressor != dense_method().compressor and not m.memory.feeds_back]
-    if lossy and config.outer.variates:
-        raise ConfigError(
-            f"{where}: what {lossy[0].compressor} drops would add up in the control variates; use the memory residual, "
-            "or leave variates out."
-        )
-    counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
-    if counting and not config.outer.is_plain_mean:
-        raise ConfigError(
-            f"{where}: participation, weight and relevance need the mean of what all ranks send, and {counting[0]} "
-            "takes none; use another one, or leave them out."
-        )
-    needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
-    if needing:
-        raise ConfigError(
-            f"{where}: with local_steps or outer, the residual already includes the learning rate, and {needing[0]} "
-            "would correct it for the learning rate again; leave lr_correction out."
-        )
-
-
-def _takes_mean(method: Method) -> bool:
-    return method.compressor.averages and not method.communicator.reduces
-
-
-def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
-    """Raise ConfigError for arguments of an exchange of gradients, which outer steps do not have."""
-    if names := [name for name, value in given.items() if value]:
-        raise ConfigError(
-            f"{where}: with local_steps and outer no gradients are exchanged, so {' and '.join(names)} would have no "
-            "effect; leave it out. To accumulate gradients, call step() after several backward passes."
-        )
-
-
-def refuse_states(config: Config, where: str) -> None:
-    """Raise ConfigError if the states of an inner optimizer should meet, for a front end that does not know them."""
-    if config.outer is not None and config.outer.state != "local":
-        raise ConfigError(
-            f"{where}: it does not know the states of an inner optimizer, received state = {config.outer.state!r} in "
-            "outer; leave it out, and pass states that meet as TensorSpec(name, shape, rounds=1) where specs are taken."
-        )
-
-
-def refuse_outer(config: Config, where: str) -> None:
-    """Raise ConfigError if the configuration has outer steps, for a front end that cannot take them."""
-    if config.outer is not None:
-        raise ConfigError(
-            f"{where}: it exchanges gradients and cannot take outer steps ({config.outer}); leave outer out of the "
-            "configuration. docs/outer_steps.md lists what can."
-        )
-
-
-def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -> dict[str, Any]:
-    """Return the options of a configuration with the argument `local_steps`, the short form of `outer`.
-
-    Raises ConfigError if it is less than 1, or if both are given.
-    """
-    if local_steps == 1:
-        return dict(options)
-    if local_steps < 1:
-        raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
-    if options.get("outer") is not None:
-        raise ConfigError(
-            f"{where}: local_steps = {local_steps} is the short form of outer = {{'every': {local_steps}}}; leave one "
-            "of them out."
-        )
-    return {**options, "outer": {"every": local_steps}}
-
-
-def with_added(config: Config, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-    """Return the tensors of a run, with those that outer steps add: a loss that decides on periods, who contributes."""
-    outer = config.outer
-    if outer is None or not specs:
-        return specs
-    added = [name for name, wanted in ((_LOSS, outer.adapt == "loss"), (_SENDERS, outer.relevance > 0)) if wanted]
-    return [*specs, *(TensorSpec(name, (), device=specs[0].device, rounds=1) for name in added)]
 
 
 class Flight(NamedTuple):
@@ -226,7 +91,7 @@ class OuterRun:
         self._specs = {spec.name: spec for spec in specs}
         #: The tensors that outer steps move, and not only average.
         self._weights = [spec.name for spec in specs if not spec.rounds]
-        self._members = _members(outer, specs)
+        self._members = modules_of(outer, specs)
         self._rounds = sorted({spec.rounds for spec in specs} - {0})
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
@@ -315,7 +180,7 @@ class OuterRun:
                 name: self._sent_of(name, weights)
                 for module in self._modules(step)
                 for name in self._members[module]
-                if name not in resting and name not in _OWN
+                if name not in resting and name not in OWN
             }
             changes |= self._loss() | self._senders(step, changes)
             flight, self._started = Flight(step, changes), False
@@ -338,11 +203,11 @@ class OuterRun:
 
     def _senders(self, step: int, changes: Mapping[str, Array]) -> dict[str, Array]:
         """Return 1 as a tensor if this rank contributes to a meeting, and 0 if not, if their relevance decides."""
-        if _SENDERS not in self._specs:
+        if SENDERS not in self._specs:
             return {}
         self._relevance = self._relevance_of(changes) if step > self.outer.warmup else None
         sends = self._relevance is None or self._relevance >= self.outer.relevance
-        return {_SENDERS: self._ops(_SENDERS).zeros(1, "float32") + self._ops(_SENDERS).cast(float(sends), "float32")}
+        return {SENDERS: self._ops(SENDERS).zeros(1, "float32") + self._ops(SENDERS).cast(float(sends), "float32")}
 
     def _relevance_of(self, changes: Mapping[str, Array]) -> float | None:
         """Return the share of the elements whose change has the sign of the last mean change; None before that."""
@@ -394,15 +259,15 @@ class OuterRun:
 
     def _loss(self) -> dict[str, Array]:
         """Return the mean loss of this rank since the last meeting as a tensor, if the periods follow it."""
-        if _LOSS not in self._specs:
+        if LOSS not in self._specs:
             return {}
-        losses, ops = self.state.losses, self._ops(_LOSS)
+        losses, ops = self.state.losses, self._ops(LOSS)
         if not losses.number:
             raise StepError(
                 "outer steps: the periods follow the loss, and none was noted since the last meeting; call "
                 "note_loss(loss) of the exchange before each inner step."
             )
-        return {_LOSS: ops.zeros(1, "float32") + ops.cast(losses.total / losses.number, "float32")}
+        return {LOSS: ops.zeros(1, "float32") + ops.cast(losses.total / losses.number, "float32")}
 
     def _meetings(self, step: int) -> Sequence[int]:
         """Return the fragments that meet after an inner step: the next one, this one, or that of the flight."""
@@ -453,8 +318,8 @@ class OuterRun:
                 continue
             anchors[name], kept[name], written[name] = self._meet(name, flight.sent, change, weights)
         losses = state.losses._replace(total=0.0, number=0)
-        if _LOSS in written:
-            loss = float(self._ops(_LOSS).sum(written.pop(_LOSS)))
+        if LOSS in written:
+            loss = float(self._ops(LOSS).sum(written.pop(LOSS)))
             losses = Losses(first=losses.first or loss, last=loss)
         variates, rates = state.variates, state.rates
         if variates:
@@ -477,9 +342,9 @@ class OuterRun:
 
     def _of_senders(self, merged: dict[str, Array]) -> dict[str, Array]:
         """Return means over the ranks that have contributed, from those over all ranks; zeros if there are none."""
-        if _SENDERS not in merged:
+        if SENDERS not in merged:
             return merged
-        share = float(self._ops(_SENDERS).sum(merged.pop(_SENDERS)))
+        share = float(self._ops(SENDERS).sum(merged.pop(SENDERS)))
         if share in (0.0, 1.0):
             return merged
         return {name: x * self._ops(name).cast(1 / share, self._specs[name].dtype) for name, x in merged.items()}
@@ -571,14 +436,14 @@ class OuterRun:
             return
         self._started = True
         factor = self._factor(flight.sent)
-        if _SENDERS in flight.changes:
-            factor = float(self._ops(_SENDERS).sum(flight.changes[_SENDERS]))
+        if SENDERS in flight.changes:
+            factor = float(self._ops(SENDERS).sum(flight.changes[SENDERS]))
         for module in self._modules(flight.sent):
             step = self._run.current_of(module)
             for name in self._members[module]:
                 if name not in flight.changes:
                     step.rest(name)
-                elif not factor and name != _SENDERS:
+                elif not factor and name != SENDERS:
                     step.rest(name, alone=True)
                 else:
                     x = self._shaped(name, flight.changes[name])
@@ -644,7 +509,7 @@ class OuterRun:
 
     def _check(self, weights: Mapping[str, Array]) -> None:
         """Raise StepError unless there are weights of all tensors as they were; nothing has been sent yet."""
-        given = self._specs.keys() - _OWN
+        given = self._specs.keys() - OWN
         if weights.keys() != given:
             names = ", ".join(sorted(map(repr, weights.keys() ^ given))[:5])
             raise StepError(f"outer steps: expected the weights of all tensors, and {names} only on one side.")
@@ -680,7 +545,7 @@ class OuterRun:
         if not meetings or meetings[-1] != self.outer.count - 1:
             return fragments
         number = self.outer.number(step, self.state.rounds if rounds is None else rounds)
-        return fragments + [_beside(every) for every in self._rounds if not number % every]
+        return fragments + [module_beside(every) for every in self._rounds if not number % every]
 
     def _fresh(self, state: OuterState) -> list[str]:
         """Return the tensors whose weights are their anchors: no inner step was taken since they have met."""

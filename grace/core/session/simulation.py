@@ -18,7 +18,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.session.exchange import Exchange
-from grace.core.session.outer import check_outer, fragments_of, refuse_states, with_added
+from grace.core.session.outer_setup import check_outer, fragments_of, refuse_states, with_added
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
 from grace.core.state.checks import check_mapping, show
 from grace.core.state.merge import in_rank_order

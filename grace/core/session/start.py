@@ -14,7 +14,7 @@ from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
-from grace.core.session.outer import check_outer, fragments_of, refuse_outer, with_added, with_local_steps
+from grace.core.session.outer_setup import check_outer, fragments_of, refuse_outer, with_added, with_local_steps
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, HandshakeTransport

@@ -1,0 +1,148 @@
+"""What outer steps ask of a configuration, of a front end, and of the tensors of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grace.core.config.config import Config, Method, dense_method
+from grace.core.config.outer import OuterSteps
+from grace.core.errors import ConfigError
+from grace.core.plan.plan import Modules
+from grace.core.spec import TensorSpec
+
+#: The tensor that brings the mean loss of all ranks.
+LOSS = "loss of all ranks"
+#: The tensor that brings the share of the ranks that contribute.
+SENDERS = "share of the ranks that contribute"
+#: Tensors that outer steps add to those of a run.
+OWN = frozenset({LOSS, SENDERS})
+
+
+def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
+    """Return what meets at a time as modules of a run; None if all tensors always meet together.
+
+    Raises ConfigError if tensors accompany weights that take no outer steps.
+    """
+    if config.outer is None:
+        if names := [spec.name for spec in specs if spec.rounds]:
+            raise ConfigError(
+                f"tensor '{names[0]}': rounds is the number of meetings between two means, and without outer there are "
+                "none; set outer, or leave rounds out."
+            )
+        return None
+    members = modules_of(config.outer, specs)
+    return Modules({name: module for module, names in members.items() for name in names}) if len(members) > 1 else None
+
+
+def modules_of(outer: OuterSteps, specs: Sequence[TensorSpec]) -> dict[str, list[str]]:
+    """Return the tensors of each module: those of the fragments, and then what accompanies them, by its rounds."""
+    parts = outer.divide([spec for spec in specs if not spec.rounds])
+    beside: dict[str, list[str]] = {}
+    for spec in specs:
+        if spec.rounds:
+            beside.setdefault(module_beside(spec.rounds), []).append(spec.name)
+    if len(parts) == 1 and not beside:
+        return {"": parts[0]}
+    return {**{f"fragment {i}": part for i, part in enumerate(parts)}, **beside}
+
+
+def module_beside(rounds: int) -> str:
+    """Return the module of what accompanies the weights at every `rounds`-th meeting."""
+    return f"beside the weights, every {rounds}"
+
+
+def check_outer(config: Config, where: str, *, average: bool, size: int) -> None:
+    """Raise ConfigError if outer steps cannot be combined with the rest of a configuration, or with sums."""
+    if config.outer is None:
+        return
+    if not average:
+        raise ConfigError(
+            f"{where}: local_steps and outer average the change of the weights and need the mean as op, received a "
+            "sum; leave op out."
+        )
+    weights = len(config.outer.weight)
+    if weights and weights != size:
+        raise ConfigError(f"{where}: outer has {weights} numbers as weight, and there are {size} ranks; pass one each.")
+    methods = [*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)]
+    shared = [method.memory for method in methods if method.memory.across_ranks != "apart"]
+    if shared and (config.outer.participation < 1 or config.outer.relevance):
+        raise ConfigError(
+            f"{where}: with participation below 1 or relevance, some ranks contribute nothing, and {shared[0]} must "
+            "follow all of them; use the memory residual or none."
+        )
+    lossy = [m for m in methods if m.compressor != dense_method().compressor and not m.memory.feeds_back]
+    if lossy and config.outer.variates:
+        raise ConfigError(
+            f"{where}: what {lossy[0].compressor} drops would add up in the control variates; use the memory residual, "
+            "or leave variates out."
+        )
+    counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
+    if counting and not config.outer.is_plain_mean:
+        raise ConfigError(
+            f"{where}: participation, weight and relevance need the mean of what all ranks send, and {counting[0]} "
+            "takes none; use another one, or leave them out."
+        )
+    needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
+    if needing:
+        raise ConfigError(
+            f"{where}: with local_steps or outer, the residual already includes the learning rate, and {needing[0]} "
+            "would correct it for the learning rate again; leave lr_correction out."
+        )
+
+
+def _takes_mean(method: Method) -> bool:
+    return method.compressor.averages and not method.communicator.reduces
+
+
+def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
+    """Raise ConfigError for arguments of an exchange of gradients, which outer steps do not have."""
+    if names := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{where}: with local_steps and outer no gradients are exchanged, so {' and '.join(names)} would have no "
+            "effect; leave it out. To accumulate gradients, call step() after several backward passes."
+        )
+
+
+def refuse_states(config: Config, where: str) -> None:
+    """Raise ConfigError if the states of an inner optimizer should meet, for a front end that does not know them."""
+    if config.outer is not None and config.outer.state != "local":
+        raise ConfigError(
+            f"{where}: it does not know the states of an inner optimizer, received state = {config.outer.state!r} in "
+            "outer; leave it out, and pass states that meet as TensorSpec(name, shape, rounds=1) where specs are taken."
+        )
+
+
+def refuse_outer(config: Config, where: str) -> None:
+    """Raise ConfigError if the configuration has outer steps, for a front end that cannot take them."""
+    if config.outer is not None:
+        raise ConfigError(
+            f"{where}: it exchanges gradients and cannot take outer steps ({config.outer}); leave outer out of the "
+            "configuration. docs/outer_steps.md lists what can."
+        )
+
+
+def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -> dict[str, Any]:
+    """Return the options of a configuration with the argument `local_steps`, the short form of `outer`.
+
+    Raises ConfigError if it is less than 1, or if both are given.
+    """
+    if local_steps == 1:
+        return dict(options)
+    if local_steps < 1:
+        raise ConfigError(f"{where}: local_steps must be at least 1, received {local_steps!r}.")
+    if options.get("outer") is not None:
+        raise ConfigError(
+            f"{where}: local_steps = {local_steps} is the short form of outer = {{'every': {local_steps}}}; leave one "
+            "of them out."
+        )
+    return {**options, "outer": {"every": local_steps}}
+
+
+def with_added(config: Config, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+    """Return the tensors of a run, with those that outer steps add: a loss that decides on periods, who contributes."""
+    outer = config.outer
+    if outer is None or not specs:
+        return specs
+    added = [name for name, wanted in ((LOSS, outer.adapt == "loss"), (SENDERS, outer.relevance > 0)) if wanted]
+    return [*specs, *(TensorSpec(name, (), device=specs[0].device, rounds=1) for name in added)]
