@@ -83,8 +83,8 @@ def optimizer_of(method, model, steps, options):
         config = SIGNS if "signs" in method else {"compressor": "none"}
         return grace.DistributedOptimizer(adam, named, config)
     if method == "ZeroOneAdam":
-        # Numbers of steps since the end of the warm-up.
-        every = {0: 2, steps // 2: 4}
+        # From the end of the warm-up on, and from the middle of the rest.
+        every = {0: 2, 2 * (steps // 5): 4}
         return optim.ZeroOneAdam(named, total_steps=steps, every=every, **options)
     return optim.OneBitAdam(named, total_steps=steps, scaled="paper" not in method, **options)
 

@@ -1,4 +1,4 @@
-"""What outer steps ask of a configuration, of a front end, and of the tensors of a run."""
+"""The demands of outer steps on a configuration, a front end and the tensors of a run."""
 
 from __future__ import annotations
 
