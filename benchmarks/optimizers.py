@@ -118,14 +118,15 @@ def main(path):
             losses, shares = zip(*(train(method, task, seed) for seed in SEEDS), strict=True)
             row["share"] = 100 * shares[0]
             if all(map(math.isfinite, losses)):
-                row |= {task: statistics.fmean(losses), f"{task}_range": [min(losses), max(losses)]}
+                ends = [round(end, 4) for end in (min(losses), max(losses))]
+                row |= {task: statistics.fmean(losses), f"{task}_range": ends}
             else:
                 row[f"{task}_diverged"] = sum(not math.isfinite(loss) for loss in losses)
         rows.append(row)
         if dist.get_rank() == 0:
             print(row, flush=True)
     if dist.get_rank() == 0:
-        what = "Validation loss of the 1-bit optimizers at the end, 2 ranks"
+        what = "Validation loss of the 1-bit optimizers at the end, 2 ranks, seeds 0, 1 and 2"
         command = f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/optimizers.py {path}"
         tables.write(path, what, COLUMNS, rows, commands=[command])
     dist.destroy_process_group()

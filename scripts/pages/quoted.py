@@ -199,6 +199,13 @@ def adam() -> Values:
     yield "tasks", f"{len(study_tables.tasks_of('Adam'))}"
     for name, method in [*((n, n) for n in ("qsgd", "blockwise", "terngrad", "topk")), ("tenth", "topk 10 %")]:
         yield name, f"{study_tables.least(method, 'Adam'):.0f}"
+    plain = row("optimizers", "Adam")
+    for name, method in (("one_bit", "OneBitAdam"), ("zero_one", "ZeroOneAdam")):
+        found = row("optimizers", method)
+        assert plain["digits_range"][0] < found["digits"] < plain["digits_range"][1], "within what seeds make"
+        yield f"{name}_behind", f"{100 * (found['transformer'] / plain['transformer'] - 1):.1f}"
+    signs = row("optimizers", "Adam, signs of gradients")
+    yield "signs_behind", f"{100 * (signs['transformer'] / plain['transformer'] - 1):.0f}"
 
 
 @quoted
