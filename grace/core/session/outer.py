@@ -326,7 +326,10 @@ class OuterRun:
             if flight.sent > self.outer.warmup:
                 variates = {**variates, **self._varied(flight.changes, merged)}
             rates = {name: 0.0 if name in flight.changes else rate for name, rate in rates.items()}
-        last = {n: self._ops(n).copy(self._ops(n).reshape(merged[n], (-1,))) for n in anchors if n in flight.changes}
+        last = NO_STATE
+        if self.outer.relevance:
+            met = [name for name in anchors if name in flight.changes]
+            last = {n: self._ops(n).copy(self._ops(n).reshape(merged[n], (-1,))) for n in met}
         new = OuterState(
             steps=state.steps,
             met=state.steps,
@@ -336,7 +339,7 @@ class OuterRun:
             losses=losses,
             variates=variates,
             rates=rates,
-            last=last if self.outer.relevance else NO_STATE,
+            last=last,
         )
         return Landing(written, new, outcomes)
 
