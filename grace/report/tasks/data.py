@@ -24,6 +24,8 @@ Integers = npt.NDArray[np.int64]
 SYMBOLS = 64
 # Items that a user has not rated and that a held-out one is ranked among.
 NEGATIVES = 100
+# Large modules of Python's library: enough text for the runs of the study.
+MODULES = ("argparse", "ast", "datetime", "doctest", "inspect", "ipaddress", "locale", "mailbox", "pathlib", "pdb")
 
 
 class Images(NamedTuple):
@@ -82,11 +84,14 @@ def _images(pixels: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8], kept: 
 
 
 @cache
-def library() -> npt.NDArray[np.int64]:
-    """Return the text of some large modules of Python's library, as numbers of its 63 most frequent characters."""
+def library(modules: tuple[str, ...] | None = MODULES) -> npt.NDArray[np.int64]:
+    """Return the text of modules of Python's library as numbers of its 63 most frequent characters.
+
+    With None, it is that of all modules which are a file in the folder of the library, 4.7 million characters.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
-    names = ("argparse", "ast", "datetime", "doctest", "inspect", "ipaddress", "locale", "mailbox", "pathlib", "pdb")
-    texts = [path.read_bytes() for path in (folder / f"{name}.py" for name in names) if path.exists()]
+    paths = sorted(folder.glob("*.py")) if modules is None else [folder / f"{name}.py" for name in modules]
+    texts = [path.read_bytes() for path in paths if path.exists()]
     text = np.frombuffer(b"".join(texts), np.uint8)
     frequent = np.argsort(-np.bincount(text, minlength=256), kind="stable")[: SYMBOLS - 1]
     # All other characters have the last number.
@@ -95,9 +100,9 @@ def library() -> npt.NDArray[np.int64]:
     return numbers[text]
 
 
-def characters(length: int) -> Text:
-    """Return the text of Python's library in rows of a length; every 40th is for validation."""
-    rows = _rows(library(), length)
+def characters(length: int, modules: tuple[str, ...] | None = MODULES) -> Text:
+    """Return the text of modules of Python's library in rows of a length; every 40th is for validation."""
+    rows = _rows(library(modules), length)
     kept = np.arange(len(rows)) % 40 == 0
     return Text(rows[~kept], rows[kept], SYMBOLS)
 

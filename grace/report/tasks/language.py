@@ -67,12 +67,16 @@ class Characters(Task):
     # `grace report --quick --tasks transformer --methods none`. Seeds 1 and 2 with 0.008: 2.220 and 2.219.
     batch, lr, momentum = 8, 8e-3, 0.9
     seconds = 12.0
-    length = 64
+    length, layers = 64, 2
+
+    def text(self) -> Text:
+        """Return the text that the model learns, in rows of `length` symbols and the one that follows."""
+        return characters(self.length + 1)
 
     def start(self, seed: int, ranks: int, *, steps: int, lr: float, momentum: float) -> Language:
-        text = characters(self.length + 1)
+        text = self.text()
         run = Run(seed, ranks, self.batch, steps, lr, momentum)
-        model = run.seeded(lambda: Transformer(text.symbols, self.length))
+        model = run.seeded(lambda: Transformer(text.symbols, self.length, layers=self.layers))
         return Language(
             run, model, torch.optim.AdamW(model.parameters(), lr, (float(momentum), 0.99), weight_decay=0.1), text
         )

@@ -1,0 +1,112 @@
+"""benchmarks/outer.py trains what its file lacks, and its SparseLoCo is the published recursion."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.launch import ROOT
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def outer(monkeypatch):
+    """Return the benchmark with a small model in place of the large one."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GRACE_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    spec = importlib.util.spec_from_file_location("benchmark_of_outer_steps", ROOT / "benchmarks" / "outer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    class Small(module.Million):
+        batch, length, layers = 1, 16, 1
+
+        def text(self):
+            text = module.characters(self.length + 1)
+            return text._replace(unseen=text.unseen[:20])
+
+    monkeypatch.setattr(module, "Million", Small)
+    # What asks git starts a process.
+    monkeypatch.setattr(module, "commit", lambda: "a commit")
+    return module
+
+
+def test_a_file_gets_the_runs_that_it_lacks(outer, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "outer.json"
+
+    def ran(*arguments):
+        monkeypatch.setattr(sys, "argv", ["outer.py", str(path), "--steps", "30", *arguments])
+        outer.main()
+        return capsys.readouterr().out.count("\n"), json.loads(path.read_text())
+
+    taken, first = ran("--seeds", "0", "--methods", "synchronous", "DiLoCo")
+    assert taken == 2
+    taken, found = ran("--seeds", "0", "1", "--methods", "synchronous", "DiLoCo")
+    assert taken == 2
+    rows = {(row["method"], row["seed"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 4
+    assert all(row in found["rows"] for row in first["rows"])
+    assert found["what"].endswith("seeds 0, 1")
+    for row in found["rows"]:
+        assert found["origins"][row["origin"]]["command"].startswith("python benchmarks/outer.py")
+        assert row["loss"] == row["curve"][-1][1]
+    dense, diloco = (rows[method, 0] for method in ("synchronous", "DiLoCo"))
+    assert dense["bytes"] == dense["dense_bytes"] == pytest.approx(30 * diloco["bytes"], rel=1e-3)
+    assert dense["curve"][-1][2] == pytest.approx(30 * 1.5 * dense["dense_bytes"])
+
+
+def test_one_bit_adam_sends_a_bit_per_element_after_its_warm_up(outer):
+    row, dense = (outer.train(method, 0, 30, outer.Million()) for method in ("1-bit Adam", "synchronous"))
+    assert row["curve"][1][1:] == pytest.approx(dense["curve"][1][1:], rel=1e-3), "the warm-up is Adam's"
+    sent = row["curve"][-1][2] - row["curve"][1][2]
+    assert sent < 0.8 * dense["curve"][-1][2] / 15
+    assert row["loss"] < row["curve"][1][1]
+
+
+def test_utilisation(outer, monkeypatch):
+    monkeypatch.setattr(outer, "COMPUTE", 0.5)
+    assert outer.utilisation("synchronous", outer.LINK / 16) == 0.5
+    # Three fragments of five steps each, of 30: half of the computation covers the exchange.
+    assert outer.utilisation("streaming DiLoCo", outer.LINK / 32) == 1
+    assert outer.utilisation("streaming DiLoCo", outer.LINK / 16) == pytest.approx(0.5 / 0.75)
+
+
+def published(task, steps, every, keep, beta):
+    """Return the loss of SparseLoCo in NumPy: top-k of each tensor, feedback, clipping, and the mean over senders."""
+    ranks = [task.start(0, 4, steps=steps, lr=task.lr, momentum=task.momentum) for _ in range(4)]
+    anchor = {name: w.numpy().ravel() for name, w in ranks[0].get_weights().items()}
+    errors = [{name: np.zeros_like(w) for name, w in anchor.items()} for _ in ranks]
+    for step in range(steps):
+        for number, rank in enumerate(ranks):
+            rank.apply(rank.gradients(number, step), step)
+        if (step + 1) % every:
+            continue
+        sent = {name: np.zeros((4, w.size), np.float64) for name, w in anchor.items()}
+        for number, rank in enumerate(ranks):
+            for name, w in rank.get_weights().items():
+                error = np.float32(beta) * errors[number][name] + anchor[name] - w.numpy().ravel()
+                largest = np.argsort(-abs(error), kind="stable")[: max(1, int(keep * error.size))]
+                sent[name][number, largest] = error[largest]
+                error[largest] = 0
+                errors[number][name] = error
+        for name, values in sent.items():
+            norms = np.linalg.norm(values, axis=1)
+            limits = np.minimum(1, np.sort(norms)[1] / norms)
+            senders = np.maximum(1, (values != 0).sum(axis=0))
+            anchor[name] = (anchor[name] - limits @ values / senders).astype(np.float32)
+        for rank in ranks:
+            shapes = rank.shapes
+            rank.set_weights({name: torch.from_numpy(w.reshape(shapes[name])) for name, w in anchor.items()})
+    return ranks[0].loss()
+
+
+def test_sparseloco_is_the_published_recursion(outer):
+    steps = 2 * outer.EVERY
+    found = outer.train("SparseLoCo, float values", 0, steps, outer.Million())["loss"]
+    assert found == pytest.approx(published(outer.Million(), steps, outer.EVERY, 1 / 64, 0.95), rel=1e-3)
