@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import sys
 import time
 
@@ -200,7 +201,7 @@ def save(path, rows, origins):
 def origin():
     """Return the command, commit, machine, date and versions of the runs of this process."""
     return {
-        "command": " ".join(["python benchmarks/outer.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/outer.py", *sys.argv[1:]]),
         "commit": commit(),
         "machine": f"{processor()}, CPU only",
         "date": time.strftime("%Y-%m-%d"),
