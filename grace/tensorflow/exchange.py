@@ -50,6 +50,8 @@ class Exchange(core.Exchange, tf.Module):
     called = "optimizer.grace"
     # True if the ranks may step on their own: an optimizer has the weights, and a tape has none.
     takes_outer = False
+    # Returns the buffers, as soon as they are known.
+    _buffers: Callable[[], Sequence[Any]] | None = None
     #: The process set of Horovod whose ranks take part; an exchange that was loaded needs it before its first step.
     process_set: Any
 
@@ -158,6 +160,16 @@ class Exchange(core.Exchange, tf.Module):
     def stop_timeline(self) -> None:
         """Stop writing the timeline."""
         self.times.stop()
+
+    def note_buffers(self, variables: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:
+        """Note the buffers of a model, which meet at outer steps, or a function that returns them in the first step.
+
+        `fit` notes those of its model. In a loop of your own, pass `model.non_trainable_weights` before the first step.
+        Raises StepError afterwards.
+        """
+        self._check_untraced("the buffers")
+        # An ordinary assignment would have TensorFlow save them as a part of the exchange.
+        vars(self)["_buffers"] = variables if callable(variables) else lambda: variables
 
     def _check_untraced(self, name: str) -> None:
         if self._step is not None:
@@ -277,6 +289,19 @@ class Exchange(core.Exchange, tf.Module):
     # --- what others need -----------------------------------------------------------------------------------------
 
     @property
+    def buffers(self) -> list[tf.Variable]:
+        """The variables that meet by the option `buffers` of outer steps, such as the statistics of BatchNorm."""
+        if self.config.outer is None or self.config.outer.buffers == "local":
+            return []
+        if self._buffers is None and self.config.outer.buffers == "first":
+            raise ConfigError(
+                "outer: buffers = 'first' needs the variables that the optimizer does not train, received none; call "
+                "optimizer.grace.note_buffers(model.non_trainable_weights) before the first step, or leave buffers out."
+            )
+        given = [] if self._buffers is None else self._buffers()
+        return [inside(v) for v in given if tf.as_dtype(v.dtype).is_floating]
+
+    @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks. A broadcast must not change them."""
         return [self.run.origin, *self.run.of_this_rank]
@@ -296,6 +321,7 @@ class Exchange(core.Exchange, tf.Module):
         return {
             **self.settings(),
             "history": [config.to_dict() for config in self.history],
+            "buffers": [list(v.shape) for v in self.buffers],
             **describe(self.config, self._specs, self.run.plans, tensorflow_ops),
         }
 
@@ -469,6 +495,14 @@ class Exchange(core.Exchange, tf.Module):
         """Return whether the condition holds on all ranks. All ranks must call it, after `filled`."""
         assert self._step is not None
         return self._step.everywhere(condition)
+
+    def means(self, tensors: Sequence[tf.Tensor], label: str, *, of_first: bool = False) -> list[tf.Tensor]:
+        """Return uncompressed means over all ranks, or the values of the first. All ranks must call it after `filled`.
+
+        `label` begins the names of the collectives.
+        """
+        assert self._step is not None
+        return self._step.means(tensors, label, of_first=of_first)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return gather(self.process_set, purpose, what, self.timeout)(mine[0])

@@ -26,7 +26,7 @@ from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
-from grace.core.session.outer_setup import check_outer, refuse_arguments_of_gradients, refuse_states, with_local_steps
+from grace.core.session.outer_setup import check_outer, refuse_arguments_of_gradients, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
@@ -100,7 +100,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
         # Raises ConfigError for a process set that is not registered with Horovod.
-        rank = HorovodTransport(process_set, "").rank
+        transport = HorovodTransport(process_set, "")
+        rank = transport.rank
         exchange = OptimizerExchange(
             config,
             op=op,
@@ -123,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             exchange.times.start_from_environment(hvd.rank(), hvd.size())
         _check_passes(innermost(optimizer), backward_passes_per_step)
         if outer is not None:
-            _check_outer(innermost(optimizer), exchange, backward_passes_per_step)
+            _check_outer(innermost(optimizer), exchange, backward_passes_per_step, transport.size)
         handshake.local = {
             **exchange.settings(),
             "backward_passes_per_step": backward_passes_per_step,
@@ -184,10 +185,9 @@ def _check_passes(optimizer: Any, passes: int) -> None:
         )
 
 
-def _check_outer(optimizer: Any, exchange: Exchange, passes: int) -> None:
-    refuse_states(exchange.config, _WHERE)
+def _check_outer(optimizer: Any, exchange: Exchange, passes: int, size: int) -> None:
     check_graph(exchange.config.outer, _WHERE)
-    check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average, size=exchange.size)
+    check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average, size=size)
     refuse_arguments_of_gradients(
         _WHERE,
         backward_passes_per_step=passes != 1,
@@ -296,7 +296,7 @@ class Distributed:
         self.grace.build(variables)
         outer, exchange = self.grace.config.outer, self.grace
         if outer is not None:
-            self._outer = OuterVariables(outer, exchange._specs, list(map(inside, variables)), exchange._make_variable)
+            self._outer = OuterVariables(outer, exchange._specs, self, exchange._make_variable, _WHERE)
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert

@@ -2,44 +2,87 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
+from grace.core.session.outer_setup import check_outer, rounds_of_states
 from grace.core.spec import State, TensorSpec
-from grace.tensorflow.gradients import Gradient
+from grace.tensorflow.gradients import inside
 from grace.tensorflow.run import tensorflow_ops
 
-#: Exchanges one gradient per variable, and returns the means.
-ExchangeAll = Callable[[Sequence[tf.Tensor]], Sequence[Gradient | None]]
+if TYPE_CHECKING:
+    from grace.tensorflow.optimizer import OptimizerExchange
+
+MakeVariable = Callable[[str, tf.Tensor], tf.Variable]
 
 
 def check_graph(outer: OuterSteps, where: str) -> None:
-    """Raise ConfigError for outer steps that no graph can take: it exchanges all tensors at once, and waits."""
-    if outer.count > 1 or outer.delay or outer.adapt or outer.variates or outer.dense_every or not outer.is_plain_mean:
+    """Raise ConfigError for outer steps that a Keras optimizer cannot take."""
+    if (
+        outer.count > 1
+        or outer.delay
+        or outer.participation < 1
+        or outer.relevance
+        or outer.variates
+        or outer.dense_every
+    ):
         raise ConfigError(
             f"{where}: a TensorFlow graph exchanges all variables of all ranks at once and waits for the result, so "
-            "fragments, delay, adapt, participation, weight, relevance, variates and dense_every are not supported, "
-            f"received {outer}; leave them out."
+            "fragments, delay, participation, relevance, variates and dense_every are not supported, received "
+            f"{outer}; leave them out."
         )
+    if outer.adapt == "loss" or outer.state == "reset":
+        raise ConfigError(
+            f"{where}: Keras tells its optimizers no loss, and their moments cannot start again while 'iterations' "
+            f"counts on; so adapt = 'loss' and state = 'reset' are not supported, received {outer}; use a number as "
+            "adapt, and state = 'average' or 'local'."
+        )
+
+
+def meets(outer: OuterSteps, steps: tf.Tensor) -> tf.Tensor:
+    """Return whether the ranks meet after an inner step, as `OuterSteps.meetings` does."""
+    found, ends = steps <= outer.warmup, [start for start, _ in outer.phases[1:]]
+    for (start, every), end in zip(outer.phases, [*ends, steps.dtype.max], strict=True):
+        found |= (steps > start) & (steps <= end) & ((steps - start) % every == 0)
+    return found & (steps > 0)
+
+
+def states_of(optimizer: Any) -> list[tuple[str, tf.Variable]]:
+    """Return what a Keras optimizer keeps of each variable, by its name there, such as "momentum"."""
+    starts = [v.path.replace("/", "_") + "_" for v in optimizer._trainable_variables]
+    found = []
+    for state in optimizer.variables:
+        # Keras names a state after its variable, whose name may be the beginning of another one.
+        start = max((x for x in starts if state.name.startswith(x)), key=len, default="")
+        if start and len(state.shape) and state.dtype.startswith(("float", "bfloat")):
+            found.append((state.name.removeprefix(start), inside(state)))
+    return found
+
+
+def buffers_of(model: Any) -> list[Any]:
+    """Return the variables of a Keras model that no optimizer trains; frozen weights are not among them."""
+    return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
 
 
 class OuterVariables:
     """The weights after the last meeting, and the states of the outer optimizer.
 
-    `make_variable(name, value)` makes a variable that is saved with the optimizer.
+    `make_variable(name, value)` makes a variable that is saved with the optimizer. Raises ConfigError for states that
+    the optimizer does not have.
     """
 
     def __init__(
-        self,
-        outer: OuterSteps,
-        specs: Sequence[TensorSpec],
-        variables: Sequence[tf.Variable],
-        make_variable: Callable[[str, tf.Tensor], tf.Variable],
+        self, outer: OuterSteps, specs: Sequence[TensorSpec], optimizer: Any, make_variable: MakeVariable, where: str
     ) -> None:
-        self.outer, self._specs = outer, specs
+        self.outer, self._specs, self._where = outer, specs, where
+        variables, states = [inside(v) for v in optimizer._trainable_variables], states_of(optimizer)
+        rounds = rounds_of_states(outer, [key for key, _ in states], optimizer._plain.__name__, where)
+        self._states = [(v, rounds[key]) for key, v in states if key in rounds]
         self.anchors = [make_variable(f"met_{i}", tf.convert_to_tensor(v)) for i, v in enumerate(variables)]
         self._kept = [
             {
@@ -48,28 +91,58 @@ class OuterVariables:
             }
             for i, (spec, v) in enumerate(zip(specs, variables, strict=True))
         ]
+        # The inner step of the last meeting, and the number of meetings, if the next ones depend on them.
+        counts = outer.adapt or any(n > 1 for n in rounds.values())
+        self._met, self._rounds = (
+            [make_variable(f"outer_{name}", tf.zeros([], tf.int64)) for name in ("met_at", "rounds")]
+            if counts
+            else (None, None)
+        )
 
     def before(self, steps: tf.Variable, variables: Sequence[tf.Variable]) -> None:
         """Read the weights again where they are those of the last meeting; they may have been loaded or broadcast."""
-        exact = steps <= self.outer.warmup if self.outer.keeps_own else tf.constant(True)
+        taken = tf.cast(steps, tf.int64)
+        exact = taken <= self.outer.warmup if self.outer.keeps_own else tf.constant(True)
+        just_met = taken == self._met if self.outer.adapt else meets(self.outer, taken)
 
         def read() -> tf.Tensor:
             for anchor, v in zip(self.anchors, variables, strict=True):
                 anchor.assign(v)
             return tf.constant(True)
 
-        tf.cond((steps == 0) | (self._meets(steps) & exact), read, lambda: tf.constant(False))
+        tf.cond((taken == 0) | (just_met & exact), read, lambda: tf.constant(False))
 
-    def after(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: ExchangeAll) -> None:
+    def after(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: OptimizerExchange) -> None:
         """Exchange what the weights have moved and write new ones, if the ranks meet after this inner step."""
+        taken, buffers, first = tf.cast(steps, tf.int64), exchange.buffers, self.outer.buffers == "first"
+        warming = taken <= self.outer.warmup
+        check_outer(exchange.config, self._where, average=True, size=exchange.size)
+        weight = self.outer.factor(self.outer.warmup + 1, 0, exchange.rank, exchange.size, exchange.config.seed)
 
-        def meet() -> tf.Tensor:
-            means = exchange([anchor - v for anchor, v in zip(self.anchors, variables, strict=True)])
-            for i, (v, mean) in enumerate(zip(variables, means, strict=True)):
-                self._meet(i, v, tf.convert_to_tensor(mean), steps <= self.outer.warmup)
+        def weighted(xs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+            """Return this rank's share of a sum whose mean over the ranks is wanted."""
+            return [x * tf.cast(tf.where(warming, 1.0, weight), x.dtype) for x in xs] if self.outer.weight else xs
+
+        def mean(kept: Sequence[tf.Variable], label: str) -> tf.Tensor:
+            means = exchange.means(weighted([v.read_value() for v in kept]), label, of_first=first and kept is buffers)
+            for v, new in zip(kept, means, strict=True):
+                v.assign(new)
             return tf.constant(True)
 
-        tf.cond(self._meets(steps), meet, lambda: tf.constant(False))
+        def meet() -> tf.Tensor:
+            moved = [anchor - v for anchor, v in zip(self.anchors, variables, strict=True)]
+            for i, (v, x) in enumerate(zip(variables, exchange(weighted(moved)), strict=True)):
+                self._meet(i, v, tf.convert_to_tensor(x), warming)
+            if self._rounds is not None:
+                self._met.assign(taken)
+                self._rounds.assign_add(1)
+            for rounds in sorted({rounds for _, rounds in self._states}):
+                now = tf.constant(True) if rounds == 1 else self._rounds % rounds == 0
+                due = functools.partial(mean, [v for v, n in self._states if n == rounds], f"state.{rounds}")
+                tf.cond(now, due, lambda: tf.constant(False))
+            return mean(buffers, "buffer")
+
+        tf.cond(self._meets(taken), meet, lambda: tf.constant(False))
 
     def _meet(self, i: int, variable: tf.Variable, mean: tf.Tensor, warming: tf.Tensor) -> None:
         spec, anchor, kept = self._specs[i], self.anchors[i], self._kept[i]
@@ -88,12 +161,14 @@ class OuterVariables:
         for key, v in kept.items():
             v.assign(after[key])
 
-    def _meets(self, steps: tf.Variable) -> tf.Tensor:
-        """Return whether the ranks meet after an inner step, as `OuterSteps.meetings` does."""
-        found, ends = steps <= self.outer.warmup, [start for start, _ in self.outer.phases[1:]]
-        for (start, every), end in zip(self.outer.phases, [*ends, steps.dtype.max], strict=True):
-            found |= (steps > start) & (steps <= end) & ((steps - start) % every == 0)
-        return found & (steps > 0)
+    def _meets(self, taken: tf.Tensor) -> tf.Tensor:
+        """Return whether the ranks meet after this inner step."""
+        if not self.outer.adapt:
+            return meets(self.outer, taken)
+        after = tf.cast(self._rounds - self.outer.warmup, tf.float64)
+        # As `OuterSteps.period`; in the warm-up the ranks meet anyway.
+        period = tf.math.ceil((1 + self.outer.adapt * after) * self.outer.phases[-1][1] - 1e-9)
+        return (taken <= self.outer.warmup) | (taken >= self._met + tf.cast(period, tf.int64))
 
     def _flat(self, x: tf.Tensor | tf.Variable, spec: TensorSpec) -> tf.Tensor:
         return tensorflow_ops(spec.device).cast(tf.reshape(x, [-1]), spec.work_dtype)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from grace.core.errors import ConfigError
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.optimizer import Distributed, innermost
+from grace.tensorflow.outer import buffers_of
 
 
 def _with_one_decision(keras_apply: Any) -> Any:
@@ -75,6 +76,9 @@ def _without_old_functions(keras_make: Any) -> Any:
     def make_train_function(self: Any, force: bool = False) -> Any:
         inner = innermost(self.optimizer)
         exchanges = isinstance(inner, Distributed)
+        if exchanges and not inner.grace._buffers:
+            model = weakref.ref(self)
+            inner.grace.note_buffers(lambda: buffers_of(model()))
         result = keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))
         if exchanges and self.train_function is not None:
             _made.add(self.train_function)

@@ -103,6 +103,23 @@ class GraphStep:
         self._transport.end_turn()
         return failing[0] == 0
 
+    def means(self, tensors: Sequence[tf.Tensor], label: str, *, of_first: bool = False) -> list[tf.Tensor]:
+        """Return uncompressed means over all ranks, or the values `of_first`, the first rank. All ranks must call it.
+
+        `label` begins the names of the collectives.
+        """
+        transport, found = self._transport, []
+        for i, x in enumerate(tensors):
+            # Horovod for TensorFlow does not add bfloat16.
+            wide, name = tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else tf.convert_to_tensor(x), f"{label}.{i}"
+            if of_first:
+                merged = transport.broadcast(wide, root=0, name=name).wait()
+            else:
+                merged = transport.average(wide, op=hvd.Average, predivide=1.0, name=name)
+            found.append(tf.cast(merged, x.dtype))
+        transport.end_turn()
+        return found
+
     def _run(
         self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None = None
     ) -> list[Gradient]:

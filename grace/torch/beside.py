@@ -10,6 +10,7 @@ import torch
 
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
+from grace.core.session.outer_setup import rounds_of_states
 from grace.core.spec import TensorSpec
 from grace.core.transport.transport import Transport
 from grace.torch.steps import describe
@@ -52,25 +53,19 @@ class Beside:
         self.specs += [dataclasses.replace(spec_of(n, own_part(self._buffers()[n])), rounds=1) for n in self._kept]
 
     def _find(self, where: str) -> None:
-        wanted = None if isinstance(self._outer.state, str) else dict(self._outer.state)
-        found: dict[str, None] = {}
-        for p, name in self._names.items():
-            for key, x in _first_states(self._optimizer, p, where).items():
-                # All ranks have the same counts of steps, which are 0-d.
-                if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
-                    continue
-                found[key] = None
-                rounds = 1 if wanted is None else wanted.get(key, 0)
-                if rounds:
-                    spec = spec_of(f"{key} of {name}", own_part(x))
-                    self.specs.append(dataclasses.replace(spec, rounds=rounds))
-                    self._states[spec.name] = p, key
-        missing = [key for key in wanted or () if key not in found]
-        if missing or not self._states:
-            raise ConfigError(
-                f"{where}: outer has state = {wanted or self._outer.state!r}, and {type(self._optimizer).__name__} "
-                f"keeps {', '.join(found) or 'no arrays'}; name these, or set state = 'local'."
-            )
+        arrays = {
+            (p, key): x
+            for p in self._names
+            for key, x in _first_states(self._optimizer, p, where).items()
+            # All ranks have the same counts of steps, which are 0-d.
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim
+        }
+        rounds = rounds_of_states(self._outer, [key for _, key in arrays], type(self._optimizer).__name__, where)
+        for (p, key), x in arrays.items():
+            if key in rounds:
+                spec = spec_of(f"{key} of {self._names[p]}", own_part(x))
+                self.specs.append(dataclasses.replace(spec, rounds=rounds[key]))
+                self._states[spec.name] = p, key
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what this rank hands to a meeting; zeros for a parameter that has had no gradient yet."""

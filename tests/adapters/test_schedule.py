@@ -167,10 +167,24 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 @on(TWO_TENSORFLOW)
 def test_what_no_graph_can_do_is_refused(launch):
     for errors in scenario("tf_outer_refusals", launch):
-        told = "fragments, delay, adapt, participation, weight, relevance, variates and dense_every are not supported"
-        assert all(told in error for error in errors[:2]), errors
-        assert "backward_passes_per_step would have no effect" in errors[2]
-        assert "it exchanges gradients and cannot take outer steps" in errors[3]
+        assert all("adapt = 'loss' and state = 'reset' are not supported" in error for error in errors[:2]), errors
+        told = "fragments, delay, participation, relevance, variates and dense_every are not supported"
+        assert all(told in error for error in errors[2:4]), errors
+        assert "backward_passes_per_step would have no effect" in errors[4]
+        assert "it exchanges gradients and cannot take outer steps" in errors[5]
+
+
+@on(TWO_TENSORFLOW)
+def test_states_and_buffers_of_keras_meet_as_well(launch):
+    for number, rank in enumerate(scenario("tf_outer_beside", launch)):
+        for name in ("average", "periods", "growing"):
+            assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])
+            assert rank[name]["resumed"], name
+        without, given = rank["loop"]["told"]
+        assert "optimizer.grace.note_buffers(model.non_trainable_weights)" in without
+        assert given == ""
+        assert rank["loop"]["buffer"] == [1.0] * 5, number
+        assert "SGD keeps momentum; name these" in rank["unknown"]
 
 
 @on(TORCHRUN)

@@ -113,6 +113,24 @@ def refuse_states(config: Config, where: str) -> None:
         )
 
 
+def rounds_of_states(outer: OuterSteps, found: Sequence[str], kind: str, where: str) -> dict[str, int]:
+    """Return the number of meetings between two means of each state, of those that an inner optimizer keeps.
+
+    `kind` is the class of the optimizer. Raises ConfigError for states that it does not have.
+    """
+    if isinstance(outer.state, str):
+        rounds = dict.fromkeys(found, 1) if outer.state == "average" else {}
+        wanted = outer.state == "average"
+    else:
+        rounds, wanted = dict(outer.state), True
+    if wanted and (not rounds or rounds.keys() - set(found)):
+        raise ConfigError(
+            f"{where}: outer has state = {outer.state if isinstance(outer.state, str) else rounds!r}, and {kind} keeps "
+            f"{', '.join(dict.fromkeys(found)) or 'no arrays'}; name these, or set state = 'local'."
+        )
+    return rounds
+
+
 def refuse_outer(config: Config, where: str) -> None:
     """Raise ConfigError if the configuration has outer steps, for a front end that cannot take them."""
     if config.outer is not None:

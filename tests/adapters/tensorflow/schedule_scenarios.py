@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
 from tests.adapters.tensorflow.model import digest, wrap
-from tests.adapters.tensorflow.usage_model import by_hand, distance, error_of, fit, net
+from tests.adapters.tensorflow.usage_model import applying, by_hand, distance, error_of, fit, net
 from tests.support.cases import CORRECTED_BY, EVERYTHING
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
@@ -244,9 +244,71 @@ def tf_outer_steps() -> dict[str, Any]:
     return results
 
 
+def tf_outer_beside() -> dict[str, Any]:
+    """Let states and buffers meet, weigh the ranks, and let periods grow, against the same by hand."""
+
+    def normed() -> keras.Model:
+        layers = [keras.layers.Dense(5), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(4)]
+        made = keras.Sequential([keras.Input((8,)), *layers])
+        rng = np.random.default_rng(0)
+        for v in made.trainable_variables:
+            v.assign(rng.normal(0.5, 0.3, v.shape))
+        return made
+
+    cases: dict[str, tuple[dict[str, Any], list[int]]] = {
+        "average": ({"every": 2, "state": "average"}, [2, 4, 6, 8]),
+        "periods": ({"every": 2, "state": {"momentum": 2}, "buffers": "first"}, [2, 4, 6, 8]),
+        "growing": ({"every": 2, "adapt": 0.5, "weight": [1, 3], "buffers": "local"}, [2, 5, 9]),
+    }
+    results: dict[str, Any] = {}
+    for name, (outer, meetings) in cases.items():
+        model, alone = normed(), normed()
+        model.compile(wrap({"compressor": "none"}, keras.optimizers.SGD(0.05, 0.9), outer=outer), "mse")
+        alone.compile(keras.optimizers.SGD(0.05, 0.9), "mse")
+        share = 2 * [1, 3][hvd.rank()] / 4 if "weight" in outer else 1
+
+        def mean(v: Any, label: str, factor: float = share) -> None:
+            v.assign(hvd.allreduce(v.value * factor, op=hvd.Average, name=label))
+
+        off = []
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "model.keras")
+            for step in range(1, 10):
+                fit(model, 1, start=step - 1)
+                fit(alone, 1, start=step - 1)
+                if step in meetings:
+                    for i, v in enumerate(alone.trainable_variables):
+                        mean(v, f"weights.{i}")
+                    momenta = alone.optimizer.variables[2:] if name == "average" or step % 4 == 0 else []
+                    for i, v in enumerate(momenta if name != "growing" else []):
+                        mean(v, f"momenta.{i}")
+                    for i, v in enumerate(alone.non_trainable_weights if name != "growing" else []):
+                        mean(v, f"buffers.{i}", 1 if name == "average" else 2 * (hvd.rank() == 0))
+                off.append(distance(model, alone))
+                if step == 5:
+                    model.save(path)
+            again = keras.saving.load_model(path)
+            fit(again, 4, start=5)
+        results[name] = {"off": off, "resumed": digest(again.weights) == digest(model.weights)}
+    in_a_loop, told = normed(), []
+    for buffers in (None, in_a_loop.non_trainable_weights):
+        optimizer = wrap({"compressor": "none"}, outer={"every": 1, "buffers": "first"})
+        if buffers:
+            optimizer.grace.note_buffers(buffers)
+            in_a_loop.non_trainable_weights[0].assign(tf.fill([5], float(hvd.rank() + 1)))
+        told.append(error_of(lambda o=optimizer: by_hand(in_a_loop, applying(o, in_a_loop), 1)))
+    results["loop"] = {"told": told, "buffer": in_a_loop.non_trainable_weights[0].numpy().tolist()}
+    results["unknown"] = error_of(
+        lambda: wrap({"compressor": "none"}, outer={"state": {"velocity": 2}}).build(in_a_loop.trainable_variables)
+    )
+    return results
+
+
 def tf_outer_refusals() -> list[str]:
     """Wrap with what a graph or a tape cannot do; return the errors."""
     return [
+        error_of(lambda: wrap(FIRST, outer={"every": 4, "adapt": "loss"})),
+        error_of(lambda: wrap(FIRST, outer={"every": 4, "state": "reset"})),
         error_of(lambda: wrap(FIRST, outer={"every": 4, "fragments": 2})),
         error_of(lambda: wrap(FIRST, outer="streaming_diloco")),
         error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
