@@ -742,8 +742,8 @@ def test_control_variates_need_learning_rates_and_outer_steps():
         grace.Simulation(2, SHAPES, NONE).variates()
     with pytest.raises(StepError, match="common_weights: no outer steps are taken here"):
         grace.Simulation(2, SHAPES, NONE).common_weights()
-    with pytest.raises(ConfigError, match=r"what QSGD.* drops would add up in the control variates"):
-        Training({"every": 2, "variates": True}, {"compressor": "qsgd"})
+    with pytest.raises(ConfigError, match=r"what TopK.* drops would add up in the control variates"):
+        Training({"every": 2, "variates": True}, {**TOPK, "memory": "none"})
 
 
 def test_what_accompanies_weights_needs_outer_steps():

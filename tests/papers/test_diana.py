@@ -26,15 +26,23 @@ def test_algorithm_1(name, options, alpha):
     assert np.abs(mean).max() > 0.1 * alpha
 
 
-@pytest.mark.parametrize("memory", ["ef21", {"name": "diana", "alpha": 1.0}], ids=["ef21", "diana"])
-def test_ef21(memory):
-    """Richtarik et al., 2021, Algorithm 2: g_i += C(grad_i - g_i), and all ranks apply the mean of the g_i."""
+@pytest.mark.parametrize(
+    ("memory", "momentum"),
+    [("ef21", 0.0), ({"name": "diana", "alpha": 1.0}, 0.0), ({"name": "ef21", "momentum": 0.75}, 0.75)],
+    ids=["ef21", "diana", "momentum"],
+)
+def test_ef21(memory, momentum):
+    """Richtarik et al., 2021, Algorithm 2: g_i += C(grad_i - g_i), and all ranks apply the mean of the g_i.
+
+    With momentum, v_i += (1 - momentum) (grad_i - v_i) takes the place of grad_i: Fatkhullin et al., 2023, Algorithm 1.
+    """
     compressor = make("topk", compress_ratio=0.1)
     sim = simulate(RANKS, (N,), compressor, memory)
-    own = np.zeros((RANKS, N))
+    own, running = np.zeros((RANKS, N)), np.zeros((RANKS, N))
     for number in range(8):
         xs = [normal(N, 10 * number + rank) for rank in range(RANKS)]
-        own += np.array([send(compressor, (x - g).astype(np.float32)) for x, g in zip(xs, own, strict=True)])
+        running += (1 - momentum) * (np.array(xs) - running)
+        own += np.array([send(compressor, (x - g).astype(np.float32)) for x, g in zip(running, own, strict=True)])
         assert np.allclose(step(sim, xs), own.mean(axis=0), rtol=1e-4, atol=1e-5)
 
 

@@ -78,8 +78,10 @@ class OuterSteps:
     up, that contribute to a meeting; they are drawn each time. `weight` has a number per rank for the mean, such as
     that of its samples; without it, all are equal. With `variates`, each rank keeps a control variate per tensor, which
     inner steps subtract from gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD). With
-    `dense_every` = K, every K-th meeting is uncompressed and brings what is held back. With `relevance`, a rank
-    contributes to a meeting only if the signs of so many of its changes, as a share, are those of the last mean change.
+    `dense_every` = K, every K-th meeting is uncompressed and brings what is held back. With `local_error`, a rank goes
+    on with the common weights less what the compressor has dropped of its change, so that it is in the next one. With
+    `relevance`, a rank contributes to a meeting only if the signs of so many of its changes, as a share, are those of
+    the last mean change.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -97,6 +99,7 @@ class OuterSteps:
     weight: tuple[float, ...] = ()
     variates: bool = False
     dense_every: int = 0
+    local_error: bool = False
     relevance: float = 0.0
 
     def __post_init__(self) -> None:
@@ -151,6 +154,12 @@ class OuterSteps:
             raise ConfigError(
                 f"outer: variates need meetings of all ranks, after which they go on with equal weights at once; leave "
                 f"variates out, or alpha, delay, participation, weight and optimizer = 'elastic', received {self}."
+            )
+        if self.local_error and (self.delay or self.alpha or not self.optimizer.agrees or not self.is_plain_mean):
+            raise ConfigError(
+                "outer: local_error needs meetings of all ranks with equal weights, after which they go on with the "
+                "common weights and an error of their own at once; leave local_error out, or alpha, delay, "
+                f"participation, weight, relevance and optimizer = 'elastic', received {self}."
             )
         if self.buffers == "first" and not self.is_plain_mean:
             raise ConfigError(
@@ -231,7 +240,7 @@ class OuterSteps:
     @property
     def keeps_own(self) -> bool:
         """True if ranks go on with weights of their own after a meeting."""
-        return bool(self.alpha) or not self.optimizer.agrees
+        return bool(self.alpha) or self.local_error or not self.optimizer.agrees
 
     @property
     def is_plain_mean(self) -> bool:
@@ -265,7 +274,7 @@ class OuterSteps:
 
     def is_exact(self, step: int) -> bool:
         """Return whether what meets after inner step `step` takes the common weights at once, and nothing else."""
-        return step <= self.warmup or not (self.delay or self.keeps_own)
+        return not self.local_error and (step <= self.warmup or not (self.delay or self.keeps_own))
 
     def mixed(self, ops: ArrayOps, anchor: Array, new: Array, own: Array) -> Array:
         """Return the weights of a rank after a meeting, if it keeps weights of its own."""
@@ -332,6 +341,8 @@ class OuterSteps:
             parts.append(f"states: {self.state}")
         if self.variates:
             parts.append("control variates")
+        if self.local_error:
+            parts.append("what the compressor drops stays in the rank's own weights")
         if self.relevance:
             parts.append(f"sent if {self.relevance:g} of the signs are those of the last change")
         if self.dense_every:

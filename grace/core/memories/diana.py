@@ -41,6 +41,10 @@ class _Shifted(Memory):
         sent = compressor.decompress(payload, at)
         return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.pace)}
 
+    def contribution(self, sent: Array, state: State, at: Site) -> Array:
+        # The shift has moved by the pace already.
+        return at.ops.weighted_sum(state["shift"], 1, sent, 1 - self.pace)
+
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, mean = at.ops, state["mean_shift"]
         new = ops.weighted_sum(mean, 1, merged, self.pace)
@@ -74,7 +78,7 @@ class Diana(_Shifted):
         return self.alpha
 
 
-@memories.register("ef21")
+@memories.register("ef21", About(tests=[{"momentum": 0.5}]))
 @dataclass(frozen=True)
 class EF21(_Shifted):
     r"""Gradient as the other ranks know it: compresses what it lacks. For contractions, such as topk.
@@ -82,15 +86,40 @@ class EF21(_Shifted):
     Formula: x_i = g_i - h_i, \quad \text{send } C(x_i), \quad h_i \leftarrow h_i + C(x_i), \quad
     \bar g = \mathrm{mean}_i\, h_i
 
+    With `momentum` mu, the running mean v_i = mu v_i + (1 - mu) g_i of the rank's own gradients takes the place of g_i,
+    which averages their noise before it is compressed (EF21-SGDM). It takes one more buffer, and the place of the
+    optimizer's momentum.
+
     It is the memory `diana` with `alpha` = 1. No bound on how much the gradients of the ranks differ is needed. An
     unbiased method that is no contraction lets h_i grow: use `diana` with a small alpha. The memory takes two buffers
     of the gradient's size.
 
     Reference: Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
-    error feedback", NeurIPS 2021, Algorithm 2.
+    error feedback", NeurIPS 2021, Algorithm 2; momentum: Fatkhullin, Tyurin and Richtarik, "Momentum provably improves
+    error feedback!", NeurIPS 2023, Algorithm 1.
     """
 
+    momentum: float = 0.0
+
     pace = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"memory ef21: momentum must lie in [0, 1), received {self.momentum!r}.")
+
+    @property
+    def accelerates(self) -> bool:
+        return bool(self.momentum)
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        mean = {"running_mean": ops.zeros(spec.numel, spec.work_dtype)} if self.momentum else {}
+        return {**super().init(spec, ops), **mean}
+
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
+        if not self.momentum:
+            return super().compensate(grad, state, at)
+        mean = at.ops.weighted_sum(state["running_mean"], self.momentum, grad, 1 - self.momentum)
+        return super().compensate(mean, {**state, "running_mean": mean}, at)
 
 
 def check_alpha(name: str, alpha: float) -> None:

@@ -97,6 +97,11 @@ class Memory(ABC):
         return ()
 
     @property
+    def pace(self) -> float:
+        """Share of what is sent that joins a shift, which the memory learns of this rank's gradient; 0 without one."""
+        return 0.0
+
+    @property
     def accelerates(self) -> bool:
         """True if the memory holds momentum, so that the optimizer should have none."""
         return False
@@ -119,6 +124,13 @@ class Memory(ABC):
     @abstractmethod
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
+
+    def contribution(self, sent: Array, state: State, at: Site) -> Array:
+        """Return what this rank has contributed to the mean, from what it sent and the new state (default: the former).
+
+        It is what the others take for the gradient of this rank.
+        """
+        return sent
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.

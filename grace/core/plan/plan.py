@@ -357,7 +357,7 @@ def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
         for rule in config.rules
         if not any(rule is other for other in used)
     ]
-    texts += [text for item in items if (text := _harm(item.method, item.spec))]
+    texts += [text for item in items if (text := _harm(config, item.method, item.spec))]
     bare = [item.spec.name for item in items if item.communicator.adds or item.proposed]
     if config.checksum and bare:
         more = f" and {len(bare) - 8} more" if len(bare) > 8 else ""
@@ -368,11 +368,12 @@ def _warnings(items: Sequence[Assignment], config: Config) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _harm(method: Method, spec: TensorSpec | None = None) -> str | None:
+def _harm(config: Config, method: Method, spec: TensorSpec | None = None) -> str | None:
     """Return the reason why the memory harms the method, without `spec` only what holds for every tensor."""
     c, memory = method.compressor, memories.name_of(method.memory)
     if not method.memory.feeds_back:
-        lost = _loses(method)
+        # What is not sent may stay in the weights.
+        lost = None if config.outer is not None and config.outer.local_error else _loses(method)
         return f"{lost}; leave 'memory' out, or set it to '{c.default_memory}'" if lost else None
     if c.nonfinite == "carried":
         return None
@@ -425,7 +426,7 @@ def _swollen(units: Sequence[Unit]) -> list[str]:
 def early_warnings(config: Config) -> tuple[str, ...]:
     """Return the part of `Plan.warnings` that follows from the configuration alone, before the tensors are known."""
     methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
-    return tuple(dict.fromkeys(text for m in methods if (text := _harm(m))))
+    return tuple(dict.fromkeys(text for m in methods if (text := _harm(config, m))))
 
 
 def make_plans(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
+from grace.core.methods.memory import Memory
 from grace.core.observe.announcement import tell_need
 from grace.core.ops.composites import ArrayOps
 from grace.core.outer.average import Average
@@ -28,6 +29,8 @@ from grace.core.transport.collectives import KINDS, copies
 
 #: Makes a saved array one of the form of the current one.
 Convert: TypeAlias = Callable[[Array, Array], Array]
+#: The memories of tensors.
+Memories: TypeAlias = Mapping[str, Memory]
 
 _MEAN = Average()
 NO_RATES: Mapping[str, float] = {}
@@ -93,6 +96,7 @@ class OuterRun:
         self._weights = [spec.name for spec in specs if not spec.rounds]
         self._members = modules_of(outer, specs)
         self._rounds = sorted({spec.rounds for spec in specs} - {0})
+        run.keeps_own = outer.variates or outer.local_error
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
         self._started = False
@@ -177,7 +181,7 @@ class OuterRun:
         flight = state.flight
         if self._meetings(step):
             changes = {
-                name: self._sent_of(name, weights)
+                name: self._sent_of(name, weights, self._memory(module, name), rates.get(name, 0.0))
                 for module in self._modules(step)
                 for name in self._members[module]
                 if name not in resting and name not in OWN
@@ -239,18 +243,23 @@ class OuterRun:
         before = self.state.rates
         return {n: before.get(n, 0.0) + (lr[n] if isinstance(lr, Mapping) else lr) for n in self._weights}
 
-    def _varied(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> dict[str, Array]:
-        """Return new control variates of tensors from what this rank has moved, and from the mean of all ranks.
+    def _varied(
+        self, moved: Mapping[str, Array], sent: Mapping[str, Array], mean: Mapping[str, Array], memories: Memories
+    ) -> dict[str, Array]:
+        """Return new control variates from what this rank has moved and has sent of it, and from the mean of all ranks.
 
         h is what the mean gradient of this rank exceeds that of all by: h + (d - mean d) / (sum of learning rates).
+        Where nothing feeds back, d is what was sent, so that all h add up to zero. A memory with a shift knows what
+        gradients alone would have moved. Then h goes towards (d - mean d) / (sum of learning rates) by its pace.
         """
         found = {}
         for name, before in self.state.variates.items():
-            rate = self.state.rates[name] if name in own else 0.0
+            rate = self.state.rates[name] if name in moved else 0.0
             if rate:
-                ops, dtype = self._ops(name), self._specs[name].work_dtype
-                apart = ops.cast(own[name], dtype) - ops.cast(ops.reshape(mean[name], (-1,)), dtype)
-                found[name] = ops.weighted_sum(before, 1, apart, 1 / rate)
+                ops, dtype, memory = self._ops(name), self._specs[name].work_dtype, memories[name]
+                own, all_ = (sent if memory.stateless or memory.pace else moved)[name], mean[name]
+                apart = ops.cast(ops.reshape(own, (-1,)), dtype) - ops.cast(ops.reshape(all_, (-1,)), dtype)
+                found[name] = ops.weighted_sum(before, 1 - memory.pace, apart, (memory.pace or 1) / rate)
         return found
 
     def variates(self) -> dict[str, Array]:
@@ -303,8 +312,11 @@ class OuterRun:
         if flight is None or not self.is_due:
             return None
         self._poll()
-        outcomes = {module: self._run.current_of(module).finish() for module in self._modules(flight.sent)}
+        modules = self._modules(flight.sent)
+        memories = {name: self._memory(module, name) for module in modules for name in self._members[module]}
+        outcomes = {module: self._run.current_of(module).finish() for module in modules}
         merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
+        sent = {name: x for outcome in outcomes.values() for name, x in outcome.own.items()}
         merged = self._of_senders(merged)
         if self._run.track_norms:
             self._spread = self._spread_of(flight.changes, merged)
@@ -316,7 +328,10 @@ class OuterRun:
             if name not in anchors:
                 written[name] = change
                 continue
-            anchors[name], kept[name], written[name] = self._meet(name, flight.sent, change, weights)
+            anchors[name], kept[name], own = self._meet(name, flight.sent, change, weights)
+            if self.outer.local_error:
+                own = anchors[name] - (flight.changes[name] - self._ops(name).reshape(sent[name], (-1,)))
+            written[name] = own
         losses = state.losses._replace(total=0.0, number=0)
         if LOSS in written:
             loss = float(self._ops(LOSS).sum(written.pop(LOSS)))
@@ -324,7 +339,7 @@ class OuterRun:
         variates, rates = state.variates, state.rates
         if variates:
             if flight.sent > self.outer.warmup:
-                variates = {**variates, **self._varied(flight.changes, merged)}
+                variates = {**variates, **self._varied(flight.changes, sent, merged, memories)}
             rates = {name: 0.0 if name in flight.changes else rate for name, rate in rates.items()}
         last = NO_STATE
         if self.outer.relevance:
@@ -403,10 +418,23 @@ class OuterRun:
             self._run.discard()
         self._started = False
 
-    def _sent_of(self, name: str, weights: Mapping[str, Array]) -> Array:
-        """Return what this rank sends of a tensor: what its weights have moved, or the tensor itself."""
-        now = self._flat(name, weights)
-        return self.state.anchors[name] - now if name in self.state.anchors else self._ops(name).copy(now)
+    def _memory(self, module: str, name: str) -> Memory:
+        """Return the memory that a tensor has at the next meeting of a module."""
+        return self._run.current_of(module).plan.assignment_of[name].memory
+
+    def _sent_of(self, name: str, weights: Mapping[str, Array], memory: Memory, rate: float) -> Array:
+        """Return what this rank sends of a tensor: what its weights have moved, or the tensor itself.
+
+        A memory with a shift learns what gradients alone would have moved; `rate` is the sum of the learning rates.
+        """
+        now, state, ops = self._flat(name, weights), self.state, self._ops(name)
+        if name not in state.anchors:
+            return ops.copy(now)
+        change = state.anchors[name] - now
+        if not (memory.pace and name in state.variates):
+            return change
+        wide = ops.weighted_sum(ops.cast(change, self._specs[name].work_dtype), 1, state.variates[name], rate)
+        return ops.cast(wide, self._specs[name].dtype)
 
     def _factor(self, step: int) -> float:
         """Return the factor on this rank's contribution to the next meeting, if that is after an inner step."""

@@ -71,17 +71,24 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
             f"{where}: with participation below 1 or relevance, some ranks contribute nothing, and {shared[0]} must "
             "follow all of them; use the memory residual or none."
         )
-    lossy = [m for m in methods if m.compressor != dense_method().compressor and not m.memory.feeds_back]
-    if lossy and config.outer.variates:
+    lossy = [method for method in methods if method.compressor != dense_method().compressor]
+    adding_up = [m for m in lossy if not (m.memory.feeds_back or m.memory.pace or _is_unbiased(m))]
+    if adding_up and config.outer.variates:
         raise ConfigError(
-            f"{where}: what {lossy[0].compressor} drops would add up in the control variates; use the memory residual, "
-            "or leave variates out."
+            f"{where}: what {adding_up[0].compressor} drops would add up in the control variates; use the memory "
+            "residual, ef21 or diana, or leave variates out."
+        )
+    keeping = [method.memory for method in lossy if not method.memory.stateless]
+    if keeping and config.outer.local_error:
+        raise ConfigError(
+            f"{where}: with local_error, what a compressor drops stays in the weights, and {keeping[0]} would keep it "
+            "as well; set memory = 'none'."
         )
     counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
-    if counting and not config.outer.is_plain_mean:
+    if counting and (config.outer.local_error or not config.outer.is_plain_mean):
         raise ConfigError(
-            f"{where}: participation, weight and relevance need the mean of what all ranks send, and {counting[0]} "
-            "takes none; use another one, or leave them out."
+            f"{where}: participation, weight, relevance and local_error need the mean of what all ranks send, and "
+            f"{counting[0]} takes none; use another one, or leave them out."
         )
     needing = [stage.method.memory for _, stage in config.stages if "lr" in stage.method.memory.needs]
     if needing:
@@ -89,6 +96,10 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
             f"{where}: with local_steps or outer, the residual already includes the learning rate, and {needing[0]} "
             "would correct it for the learning rate again; leave lr_correction out."
         )
+
+
+def _is_unbiased(method: Method) -> bool:
+    return method.compressor.unbiased and method.memory.stateless
 
 
 def _takes_mean(method: Method) -> bool:

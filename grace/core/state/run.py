@@ -70,6 +70,8 @@ class Run:
         self._seed, self._average, self._rollback, self._modules = seed, average, rollback, modules
         #: True if a step measures the norms of compressed gradients and of their errors, for `stats`.
         self.track_norms = False
+        #: True if a step keeps what this rank has contributed, for `Outcome.own`.
+        self.keeps_own = False
         self._check_ranks(plan for _, plan in stages)
         self._current: dict[str, Step] = {}
         self._completed: dict[str, int] = {}
@@ -130,6 +132,7 @@ class Run:
                 rollback=self._rollback,
                 owned=not self._rollback and module in self._owned,
                 track_norms=self.track_norms,
+                keeps_own=self.keeps_own,
                 times=self.times,
             )
         return self._current[module]

@@ -28,7 +28,7 @@ from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Bucket
 from grace.core.plan.unit import Assignment, Unit
-from grace.core.spec import Array, State
+from grace.core.spec import NO_STATE, Array, State
 from grace.core.state.carry import ranges_of, splice, splice_units
 from grace.core.state.states import States, UnitStates, first_memory
 from grace.core.step.assembly import Incoming, Outgoing
@@ -39,11 +39,15 @@ from grace.core.transport.transport import Transport
 
 
 class Outcome(NamedTuple):
-    """Result of a step: each tensor's merged gradient, the states for the next step, and notes for the statistics."""
+    """Result of a step: each tensor's merged gradient, the states for the next step, and notes for the statistics.
+
+    `own` has what this rank has contributed to the merged gradient of each tensor, if the step keeps it.
+    """
 
     merged: dict[str, Array]
     states: States
     notes: Notes
+    own: Mapping[str, Array] = NO_STATE
 
 
 class Step:
@@ -52,7 +56,7 @@ class Step:
     `ops(device)` returns the array operations. `average=False` leaves sums undivided. `seed` is that of the run. With
     `rollback=False`, it takes the memory of each unit out of `states` as the unit begins, and writes over its arrays if
     they are `owned`: nobody else has them. With `track_norms` it measures the norms of compressed gradients and of
-    their errors. `times` records moments.
+    their errors, and with `keeps_own` it keeps what this rank has contributed. `times` records moments.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Step:
         rollback: bool = True,
         owned: bool = False,
         track_norms: bool = False,
+        keeps_own: bool = False,
         times: Times | None = None,
     ) -> None:
         #: The plan, and the number of the step: an int, or a 0-d integer array in a traced graph.
@@ -75,6 +80,7 @@ class Step:
         self._track_norms, self._times = track_norms, times or Times()
         self._incoming = Incoming(self.plan, ops)
         self._outgoing: Outgoing | None = None
+        self._own = Outgoing(self.plan, ops, {}, transport.rank) if keeps_own else None
         self._buckets: dict[str, BucketStep] = {}
         # Units with their gradients and learning rates whose memories wait for the norm of all gradients.
         self._until_norm: list[tuple[Unit, Array, Any]] = []
@@ -291,7 +297,8 @@ class Step:
         self._retune({unit.spec.name: tallies[unit.spec.name] for unit in self.plan.units if unit.spec.name in tallies})
         splice_units(self.plan, self._new, self._kept, self._resting.union(unused), self._ops)
         self._times.finish(self.number, self.plan, lambda bucket: self._notes.get(("bucket", bucket)))
-        return Outcome(outgoing.merged, self._states._replace(step=self.number + 1, units=self._new), self._notes)
+        states = self._states._replace(step=self.number + 1, units=self._new)
+        return Outcome(outgoing.merged, states, self._notes, NO_STATE if self._own is None else self._own.merged)
 
     def _step_of(self, unit: Unit) -> UnitStep:
         rank, size = self._transport.rank, self._transport.size
@@ -337,11 +344,14 @@ class Step:
         )
 
     def _observe(self, bucket: str, moment: str, arrays: Iterable[Array] | None) -> None:
-        """Record a moment of a bucket, and the norms of its units once these are compressed."""
+        """Record a moment of a bucket; look at its units once they are compressed."""
         if moment != "compressed":
             self._times.mark(moment, bucket, arrays)
-        elif self._track_norms:
-            for step in self._buckets[bucket].steps:
+            return
+        for step in self._buckets[bucket].steps:
+            if self._own is not None:
+                step.keep_sent()
+            if self._track_norms:
                 name = step.unit.spec.name
                 self._notes["size", name], self._notes["error", name] = step.squares()
 
@@ -384,6 +394,8 @@ class Step:
             if done.tally is not None:
                 self._tallies[name] = step, done.tally
             outgoing.add(unit, done.x, done.factor, target)
+            if self._own is not None and (contribution := step.contribution()) is not None:
+                self._own.add(unit, contribution, 1.0, None)
             self._times.mark("merged", name, (done.x,))
             # Free its memory for the next unit.
             del done

@@ -49,6 +49,8 @@ class UnitStep:
     bad: Array = False
     # The step whose payload brings the mean of all ranks, if the communicator sends it on.
     bringing: UnitStep | None = None
+    # What the payload decodes to, if `keep_sent` was called.
+    decoded: Array | None = None
     # The new states, once the step is concluded.
     concluded: dict[str, State] | None = None
     proposal: Proposal | None = None
@@ -195,6 +197,17 @@ class UnitStep:
             places = ops.search_sorted(self._ends(), ops.arange(unit.spec.numel, "int64"))
             first, second = (ops.segment_sum(x * x, places, len(unit.pieces)) for x in wide)
         return first, second
+
+    def keep_sent(self) -> None:
+        """Decode the payload, before a collective writes over it."""
+        ops = self.site.ops
+        self.decoded = ops.copy(self.unit.compressor.decompress(self.payload, self.site))
+
+    def contribution(self) -> Array | None:
+        """Return what this rank has contributed to the mean, once the step is concluded; None without `keep_sent`."""
+        if self.decoded is None or self.concluded is None:
+            return None
+        return self.unit.memory.contribution(self.decoded, self.concluded["memory"], self.site)
 
     def entries(self) -> Array | None:
         """Return how many entries of the payload lie before the end of each piece; None if it does not list them."""
