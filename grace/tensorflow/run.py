@@ -237,12 +237,16 @@ class VariableRun:
 
     def restore_tensors(self, snapshot: Sequence[tuple[StateVariable, tf.Tensor]], names: Collection[str]) -> None:
         """Write the states of some tensors back, even if their units also contain other tensors."""
-        units = {name: unit for plan in self.plans for name, unit in plan.stateful.items()}
-        for (_, name, _, key, variable), value in snapshot:
-            unit, ranges = units[name], ranges_of(units[name], names)
-            if ranges == [(0, unit.spec.numel)] or (ranges and variable.shape == (unit.spec.numel,)):
-                now, ops = {key: variable.read_value()}, tensorflow_ops(unit.spec.device)
-                variable.assign(splice(unit, now, {key: value}, ranges, ops)[key])
+        before = {state.name: value for state, value in snapshot}
+        for stage in self._stages:
+            for name, unit in stage.plan.stateful.items():
+                ranges, ops = ranges_of(unit, names), tensorflow_ops(unit.spec.device)
+                for states in stage.variables[name].values() if ranges else ():
+                    kept = {key: state for key, state in states.items() if state.name in before}
+                    now = {key: state.variable.read_value() for key, state in kept.items()}
+                    old = {key: before[state.name] for key, state in kept.items()}
+                    for key, value in splice(unit, now, old, ranges, ops).items():
+                        kept[key].variable.assign(value)
 
     def belong_to(self, rank: int, size: int) -> None:
         """Set the memories to zero if they come from the checkpoint of another rank, or of another number of ranks.

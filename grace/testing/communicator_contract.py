@@ -19,6 +19,7 @@ from grace.core.plan.unit import Assignment, Unit
 from grace.core.session.simulation import Simulation
 from grace.core.spec import HALF_DTYPES, Ranks, TensorSpec
 from grace.core.state.carry import iterate_chain
+from grace.core.state.stored import widen
 from grace.testing.harness import EPS, host, same
 
 Gradients = list[dict[str, "np.ndarray[Any, Any]"]]
@@ -227,10 +228,10 @@ def residuals(simulation: Simulation) -> dict[str, np.ndarray[Any, Any]]:
             scales[onward.spec.name] = scale * len(onward.owners or ())
     for run in simulation.runs:
         for name, unit in simulation.plan.stateful.items():
-            residual = run.units[name]["memory"].get("residual")
-            if residual is None:
+            held = {key: host(get_ops("numpy"), x) for key, x in run.units[name]["memory"].items()}
+            if "residual" not in held:
                 continue
-            mine, start = host(get_ops("numpy"), residual).astype(np.float64), 0
+            mine, start = widen(unit, held, get_ops("numpy"))["residual"].astype(np.float64), 0
             mine /= scales[name]
             for piece in unit.pieces:
                 total[piece.tensor][piece.start : piece.stop] += mine[start : start + piece.numel]

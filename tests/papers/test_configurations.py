@@ -109,6 +109,25 @@ def test_loco(beta):
     assert [number for number, size in enumerate(sizes) if size == 0] == [4, 9]
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_loco_with_integers(ranks):
+    """The same with e in 8 bits: a multiple, above or below, of a 127th of the largest of 64 elements."""
+    memory = {"name": "lowpass", "beta": 0.5, "reset_every": 5, "residual_dtype": "int8"}
+    simulation, errors = started(ranks, compressor="efsignsgd", memory=memory), np.zeros((ranks, N))
+    for number in range(13):
+        given = np.array([np.random.default_rng((number, rank)).standard_normal(N) for rank in range(ranks)])
+        sent = np.array([sign(mine) for mine in given + errors])
+        assert np.allclose(mean_of(simulation, given), sent.mean(axis=0), rtol=1e-3, atol=1e-3), number
+        exact = errors + 0.5 * (given - sent) if number % 5 != 4 else np.zeros((ranks, N))
+        blocks = np.pad(np.abs(exact), [(0, 0), (0, -N % 64)]).reshape(ranks, -1, 64).max(axis=2)
+        steps = np.repeat(blocks, 64, axis=1)[:, :N] / 127
+        stored = [run.units["w"]["memory"] for run in simulation.runs]
+        assert np.allclose([held["residual_scales"] for held in stored], blocks, rtol=1e-4, atol=1e-6)
+        errors = steps * [-held["residual"].view(np.int8).astype(int) for held in stored]
+        assert (np.abs(errors - exact) <= steps * (1 + 1e-3)).all(), number
+        assert errors.any() == (number % 5 != 4)
+
+
 @pytest.mark.parametrize(
     ("memory", "message"),
     [

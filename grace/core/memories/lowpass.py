@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
@@ -13,7 +14,9 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
 
 
-@memories.register("lowpass", About(tests=[{"beta": 0.5}, {"beta": 0.5, "decay": 0.9, "reset_every": 2}]))
+@memories.register(
+    "lowpass", About(tests=[{"beta": 0.5}, {"beta": 0.5, "decay": 0.9, "reset_every": 2}, {"residual_dtype": "int8"}])
+)
 @dataclass(frozen=True)
 class LowPass(Memory):
     r"""Error feedback through a low-pass filter, for ScaleCom, ECQ-SGD and LoCo.
@@ -29,7 +32,8 @@ class LowPass(Memory):
 
     A smaller `decay` forgets: h = m / beta is the sum of all errors g - C(x), each multiplied by the decay in every
     later step, as in ECQ-SGD, whose compensation factor alpha is beta. With `reset_every` m becomes zero after every so
-    many steps, as in LoCo, whatever is still owed. The memory takes one buffer of the gradient's size.
+    many steps, as in LoCo, whatever is still owed. The memory takes one buffer of the gradient's size; `residual_dtype`
+    is that of the memory `residual`.
 
     Reference: Chen et al., "ScaleCom: scalable sparsified gradient compression for communication-efficient distributed
     training", NeurIPS 2020, Algorithm 1; Wu et al., "Error compensated quantized SGD and its applications to
@@ -40,6 +44,7 @@ class LowPass(Memory):
     beta: float = 0.1
     decay: float = 1.0
     reset_every: int | None = None
+    residual_dtype: Literal["bfloat16", "int8"] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.beta <= 1:

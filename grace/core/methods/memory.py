@@ -73,6 +73,14 @@ class Memory(ABC):
         return 1.0
 
     @property
+    def residual_dtype(self) -> Literal["bfloat16", "int8"] | None:
+        """Number format of `residual` between steps, an option of some memories; None: the working dtype.
+
+        Steps convert it: `compensate` reads and `update` returns the working dtype. `finish` gets it as it is stored.
+        """
+        return None
+
+    @property
     def additive(self) -> tuple[str, ...]:
         """Keys of the state that are sent sooner or later, as gradients are. It matters where ranks add gradients up.
 

@@ -13,6 +13,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, share
 from grace.core.plan.unit import Assignment, Piece, Unit, offsets
 from grace.core.state.states import States
+from grace.core.state.stored import widen
 from grace.core.transport.collectives import KINDS
 
 #: Numbers about a step, and arrays of at most one dimension, by their kind and the name of a unit or bucket.
@@ -72,11 +73,11 @@ def statistics(
         squares = 0.0
         for unit, offset, piece in plan.places.get(name, ()):
             known = norms and unit.spec.name in now.units
-            residual = now.units[unit.spec.name]["memory"].get("residual") if known else None
-            if residual is None:
-                return None
             to = ops(unit.spec.device)
-            squares += float(to.norm(to.cast(residual[offset : offset + piece.numel], unit.spec.work_dtype))) ** 2
+            memory = widen(unit, now.units[unit.spec.name]["memory"], to) if known else {}
+            if "residual" not in memory:
+                return None
+            squares += float(to.norm(memory["residual"][offset : offset + piece.numel])) ** 2
         return math.sqrt(squares) if name in plan.places else None
 
     def volume(item: Assignment) -> float | None:

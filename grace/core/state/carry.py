@@ -10,6 +10,7 @@ from grace.core.plan.plan import Plan
 from grace.core.plan.unit import Piece, Unit, offsets
 from grace.core.spec import Array, State
 from grace.core.state.states import UnitStates
+from grace.core.state.stored import narrow, widen
 
 
 def carry(
@@ -29,20 +30,24 @@ def carry(
     memory continues only if that one does. Without `same_ranks` no owner is the same as before.
     """
     old_scales, new_scales = scales(before), scales(after)
+    states = {name: _widened(unit, states[name], ops) for name, unit in before.stateful.items()}
+
+    def first(unit: Unit) -> UnitStates:
+        return _widened(unit, fresh(unit), ops)
 
     def factor(old: Unit, unit: Unit) -> float:
         return new_scales[unit.spec.name] / old_scales[old.spec.name]
 
-    new = _carry_units(before.units, after.units, states, fresh, ops, factor)
+    new = _carry_units(before.units, after.units, states, first, ops, factor)
     for name, unit in after.stateful.items():
         if unit.owners is not None:
             old = before.stateful.get(name)
             again = same_ranks and old is not None and (old.owners, old.pieces) == (unit.owners, unit.pieces)
-            new[name] = _continue(old, unit, states[name], fresh(unit), ops, factor) if old and again else fresh(unit)
+            new[name] = _continue(old, unit, states[name], first(unit), ops, factor) if old and again else first(unit)
     for name, unit in after.stateful.items():
         if unit.memory.at_owner is not None and not _keeps_owner(before, unit):
             # The ranks follow a mean that their owner no longer has: all restart, except for the residual.
-            start, kept = fresh(unit)["memory"], new[name]["memory"]
+            start, kept = first(unit)["memory"], new[name]["memory"]
             memory = {key: kept[key] if key == "residual" else value for key, value in start.items()}
             new[name] = {**new[name], "memory": memory}
     for unit in before.units:
@@ -54,9 +59,15 @@ def carry(
                 same_ranks and other is not None and (other.owners, other.pieces) == (onward.owners, onward.pieces)
             )
             if residual is not None and not (goes_on and "residual" in new[name]["memory"]):
-                wide = ops(unit.spec.device).cast(residual, unit.spec.work_dtype)
-                _hand_back(unit, wide * (size / len(owners) / scale), after.units, new, ops)
-    return new
+                _hand_back(unit, residual * (size / len(owners) / scale), after.units, new, ops)
+    return {
+        name: {**new[name], "memory": narrow(unit, new[name]["memory"], ops(unit.spec.device))}
+        for name, unit in after.stateful.items()
+    }
+
+
+def _widened(unit: Unit, states: UnitStates, ops: Callable[[str], ArrayOps]) -> UnitStates:
+    return {**states, "memory": widen(unit, states["memory"], ops(unit.spec.device))}
 
 
 def move(
@@ -78,8 +89,10 @@ def move(
     if average:
         factor = sizes[1] / sizes[0]
     for name, unit in after.stateful.items():
-        memory = {key: x * factor if key in unit.memory.additive else x for key, x in new[name]["memory"].items()}
-        new[name] = {**new[name], "memory": memory}
+        there = ops(unit.spec.device)
+        held = widen(unit, new[name]["memory"], there)
+        memory = {key: x * factor if key in unit.memory.additive else x for key, x in held.items()}
+        new[name] = {**new[name], "memory": narrow(unit, memory, there)}
     return new
 
 
@@ -123,14 +136,12 @@ def _hand_back(
         memory, to = new[unit.spec.name]["memory"], ops(unit.spec.device)
         if "residual" not in memory:
             continue
-        dtype = to.dtype(memory["residual"])
         for piece, offset in offsets(unit):
             for start, stop, _, place in holders([old], piece):
                 total, low = memory["residual"], offset + start - piece.start
                 high = low + stop - start
                 added = residual[place : place + stop - start] * unit.memory.residual_scale
-                sum_ = to.cast(to.cast(total[low:high], unit.spec.work_dtype) + added, dtype)
-                memory = {**memory, "residual": to.concat([total[:low], sum_, total[high:]])}
+                memory = {**memory, "residual": to.concat([total[:low], total[low:high] + added, total[high:]])}
         new[unit.spec.name] = {**new[unit.spec.name], "memory": memory}
 
 
@@ -165,9 +176,7 @@ def _continue(
 ) -> UnitStates:
     same = compressors.name_of(old.compressor) == compressors.name_of(new.compressor)
     kept = {
-        "memory": _keep_fitting(
-            _in_its_dtype(states["memory"], fresh["memory"], ops(new.spec.device)), fresh["memory"]
-        ),
+        "memory": _keep_fitting(states["memory"], fresh["memory"]),
         "compressor": _keep_fitting(states["compressor"], fresh["compressor"]) if same else fresh["compressor"],
     }
     if "residual" in states["memory"] and "residual" in kept["memory"]:
@@ -198,7 +207,7 @@ def _recut(
         for piece, offset in offsets(unit):
             at = piece.start
             for start, stop, old, place in holders(before, piece):
-                state = _in_its_dtype(states[old.spec.name]["memory"], fresh, ops).get(key)
+                state = states[old.spec.name]["memory"].get(key)
                 if state is None or tuple(state.shape) != (old.spec.numel,) or state.dtype != initial_value.dtype:
                     continue
                 rows.append(initial_value[offset + at - piece.start : offset + start - piece.start])
@@ -224,13 +233,6 @@ def splice_units(
         if ranges:
             spliced = splice(unit, states[name]["memory"], memory, ranges, ops(unit.spec.device))
             states[name] = {**states[name], "memory": spliced}
-
-
-def _in_its_dtype(old: State, fresh: State, ops: ArrayOps) -> State:
-    """Return an old state with its residual in the dtype of the new one, if both have one."""
-    if "residual" not in old or "residual" not in fresh:
-        return old
-    return {**old, "residual": ops.cast(old["residual"], ops.dtype(fresh["residual"]))}
 
 
 def _keep_fitting(old: State, fresh: State) -> State:
@@ -270,6 +272,7 @@ def splice(unit: Unit, memory: State, other: State, ranges: Sequence[tuple[int, 
     """
     if ranges == [(0, unit.spec.numel)]:
         return other
+    memory, other = (widen(unit, state, ops) for state in (memory, other))
     made = dict(memory)
     for key, value in memory.items():
         if tuple(value.shape) == (unit.spec.numel,) and key in other:
@@ -278,4 +281,4 @@ def splice(unit: Unit, memory: State, other: State, ranges: Sequence[tuple[int, 
                 rows += [value[at:start], other[key][start:stop]]
                 at = stop
             made[key] = ops.concat([*rows, value[at:]])
-    return made
+    return narrow(unit, made, ops)

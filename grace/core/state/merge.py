@@ -14,7 +14,8 @@ from grace.core.plan.unit import Piece, Unit, offsets
 from grace.core.spec import Array, State
 from grace.core.state.carry import holders, scales
 from grace.core.state.checks import check_entry, check_mapping, check_saved, convert_state, show, tensors_of
-from grace.core.state.states import UnitStates, initial
+from grace.core.state.states import UnitStates, first_memory, initial
+from grace.core.state.stored import narrow, widen
 
 # Elements of an array.
 Place = slice | EllipsisType
@@ -113,6 +114,8 @@ class Merge:
         self._ops, self._seed, self._rank, self._size = ops, seed, rank, size
         self._growth = 1.0 if average else len(saved) / size
         self._scales = scales(before), scales(after)
+        # The states of one unit that were stored in fewer bits, by rank.
+        self._wide: tuple[Unit | None, dict[int, State]] = None, {}
         # In order, each once.
         self.lost: dict[str, None] = {}
 
@@ -125,10 +128,14 @@ class Merge:
             before = old.get(role, [])
             same = {unit.pieces: unit for unit in before}
             for unit in units:
-                fresh = initial(unit, self._ops(unit.spec.device), self._seed, self._rank)
-                for key, start in fresh["memory"].items():
-                    fresh["memory"][key] = self._continued(unit, before, same.get(unit.pieces), key, start)
-                made[unit.spec.name] = {**fresh, "compressor": self._learnt(unit, fresh["compressor"])}
+                ops = self._ops(unit.spec.device)
+                fresh = initial(unit, ops, self._seed, self._rank)
+                memory = {
+                    key: self._continued(unit, before, same.get(unit.pieces), key, start)
+                    for key, start in widen(unit, fresh["memory"], ops).items()
+                }
+                compressor = self._learnt(unit, fresh["compressor"])
+                made[unit.spec.name] = {"memory": memory, "compressor": compressor}
         for role, units in old.items():
             continued = {piece.tensor for unit in new.get(role, ()) for piece in unit.pieces}
             for unit in units:
@@ -137,7 +144,10 @@ class Merge:
                         for key in keys[unit.spec.name]:
                             if key != "residual" or not self._hand_over(unit, piece, offset, made):
                                 self._lose(unit, key)
-        return made
+        return {
+            name: {**made[name], "memory": narrow(unit, made[name]["memory"], self._ops(unit.spec.device))}
+            for name, unit in self._after.stateful.items()
+        }
 
     def _check(self) -> dict[str, list[str]]:
         """Return the keys of each memory of the old plan. Raises StateError if a saved state does not fit it."""
@@ -151,7 +161,7 @@ class Merge:
                 )
         for name, unit in self._before.stateful.items():
             theirs = initial(unit, self._ops(unit.spec.device), self._seed, None)
-            keys[name] = list(theirs["memory"])
+            keys[name] = list(widen(unit, theirs["memory"], self._ops(unit.spec.device)))
             for rank, state in enumerate(self._saved):
                 expected = theirs if unit.kept_by(rank) else {**theirs, "memory": {}}
                 check_entry(name, unit, state["tensors"][name], expected)
@@ -200,29 +210,35 @@ class Merge:
         if any(array is None for array in arrays):
             return None
         ops, total = self._ops(unit.spec.device), arrays[0]
-        kept = ops.dtype(total)
-        # Means of 16-bit numbers are rounded once.
-        dtype = "float32" if kept == "bfloat16" else kept
+        dtype = ops.dtype(total)
         # What the ranks agree on stays as it is. So it is equal on all of them again.
         if not all(self._equal(unit, array, arrays[0]) for array in arrays[1:]):
-            if not dtype.startswith(("float", "bfloat")):
+            if not dtype.startswith("float"):
                 return None
             total = ops.cast(total, dtype) * ops.cast(weights[0][1], dtype)
             for array, (_, weight) in zip(arrays[1:], weights[1:], strict=True):
                 total = total + ops.cast(array, dtype) * ops.cast(weight, dtype)
         if self._growth != 1 and key in unit.memory.additive:
-            total = ops.cast(total, dtype) * ops.cast(self._growth, dtype)
-        return ops.cast(total, kept)
+            total = total * ops.cast(self._growth, dtype)
+        return total
 
     def _owners(self, unit: Unit, size: int) -> Sequence[int]:
         return range(size) if unit.owners is None else unit.owners
 
     def _loaded(self, old: Unit, rank: int, key: str, like: Array, at: Place) -> Array | None:
         """Return elements of a saved array in the form of `like`; None if they have another shape or dtype."""
-        saved = self._saved[rank]["tensors"][old.spec.name]["memory"][key][at]
-        if show(saved) != show(like):
+        state, ops = self._saved[rank]["tensors"][old.spec.name]["memory"], self._ops(old.spec.device)
+        if old.memory.residual_dtype is not None:
+            if self._wide[0] is not old:
+                self._wide = old, {}
+            wide = self._wide[1]
+            if rank not in wide:
+                stored = convert_state(old.spec.name, state, first_memory(old, ops, None), self._convert, ops)
+                wide[rank] = widen(old, stored, ops)
+            state = wide[rank]
+        if show(state[key][at]) != show(like):
             return None
-        return convert_state(old.spec.name, {key: saved}, {key: like}, self._convert, self._ops(old.spec.device))[key]
+        return convert_state(old.spec.name, {key: state[key][at]}, {key: like}, self._convert, ops)[key]
 
     def _equal(self, unit: Unit, a: Array, b: Array) -> bool:
         return not bool(self._ops(unit.spec.device).any(a != b))

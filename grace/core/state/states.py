@@ -10,6 +10,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan
 from grace.core.plan.unit import Unit
 from grace.core.spec import Key, State
+from grace.core.state.stored import narrow
 
 #: The states of a unit: {"memory": ..., "compressor": ...}.
 UnitStates: TypeAlias = Mapping[str, State]
@@ -59,4 +60,4 @@ def initial(unit: Unit, ops: ArrayOps, seed: int, rank: int | None) -> dict[str,
 
 def first_memory(unit: Unit, ops: ArrayOps, rank: int | None) -> State:
     """Return the initial state of a unit's memory on a rank; without a rank, the one that its owner has."""
-    return unit.memory.init(unit.spec, ops) if rank is None or unit.kept_by(rank) else {}
+    return narrow(unit, unit.memory.init(unit.spec, ops), ops) if rank is None or unit.kept_by(rank) else {}

@@ -15,7 +15,8 @@ from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
 from grace.core.spec import NO_STATE, Array, Key, Payload, State
-from grace.core.state.states import UnitStates
+from grace.core.state.states import UnitStates, first_memory
+from grace.core.state.stored import narrow, rounding_key, widen
 from grace.core.wire.codings import coded
 from grace.core.wire.layout import sent_bytes
 
@@ -103,13 +104,13 @@ class UnitStep:
         if "norm" in unit.memory.needs:
             norm = wide_norm(ops, gradient) if norm is None else ops.cast(norm, "float64")
             self.site = self.site._replace(norm=norm)
-        gradient, memory = ops.cast(gradient, spec.work_dtype), self.states["memory"]
+        gradient, memory = ops.cast(gradient, spec.work_dtype), widen(unit, self.states["memory"], ops)
         fused, at = unit.fused, self.site
         if self._owned and fused.overwritten:
             at = at._replace(out=tuple(memory[key] for key in fused.overwritten))
         made = fused.compress_sum and fused.compress_sum(unit.compressor, unit.memory, gradient, memory, at)
         if made is None:
-            self._prepare(gradient, at)
+            self._prepare(gradient, memory, at)
         else:
             self._take_sum(*made)
         for flag in flags:
@@ -117,10 +118,10 @@ class UnitStep:
         if not self._rollback:
             self.states = {**self.states, "memory": NO_STATE}
 
-    def _prepare(self, gradient: Array, at: Site) -> None:
-        """Compensate a gradient at a site, and propose or compress."""
+    def _prepare(self, gradient: Array, memory: State, at: Site) -> None:
+        """Compensate a gradient by the state of the memory at a site, and propose or compress."""
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
-        x, self.memory, finite = unit.memory.compensate(gradient, self.states["memory"], at)
+        x, self.memory, finite = unit.memory.compensate(gradient, memory, at)
         if self.memory:
             self.site = self.site._replace(memory=self.memory)
         if unit.memory.stateless and unit.proposed:
@@ -252,7 +253,14 @@ class UnitStep:
         """
         sent = self.payload if sent is None else sent
         x_ = self.x if x_ is None else x_
-        self.memory = self.unit.memory.update(x_, sent, self.unit.compressor, self.memory, self.site)
+        unit, site, ops = self.unit, self.site, self.site.ops
+        memory = unit.memory.update(x_, sent, unit.compressor, self.memory, site)
+        if unit.memory.residual_dtype is not None and self.bad is not False:
+            # Integers cannot hold what a payload that is not finite leaves, and the step keeps none of it.
+            left = memory["residual"]
+            zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
+            memory = {**memory, "residual": ops.choose(self.bad, lambda: zeros, lambda: left)}
+        self.memory = narrow(unit, memory, ops, rounding_key(site.key.seed, site.key.step, site.rank))
         del self.x
 
     def bring_by(self, step: UnitStep | None) -> None:
@@ -400,7 +408,7 @@ class UnitStep:
         """Return the states before the step; without roll-back, those of a memory that starts from zero."""
         old = self.states
         if not self._rollback:
-            old = {**old, "memory": self.unit.memory.init(self.unit.spec, self.site.ops)}
+            old = {**old, "memory": first_memory(self.unit, self.site.ops, None)}
         return [old[kind][key] for kind, key in places]
 
     def _check_proposal(self, proposal: Proposal) -> None:

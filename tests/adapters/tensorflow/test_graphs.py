@@ -19,10 +19,12 @@ from grace.core.errors import IncompatibleError
 from grace.core.ops import get_ops
 from grace.core.ops.native import Native
 from grace.core.plan.plan import make_plans
+from grace.core.plan.unit import offsets
 from grace.core.session.simulation import SimulatedTransport
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.run import Run
 from grace.core.state.states import States
+from grace.core.state.stored import narrow, widen
 from grace.core.wire.codings import Coding
 from grace.testing import traced
 from grace.testing.harness import EPS, FRAMEWORKS, draw, exchange, host, payload_on_host, same
@@ -312,3 +314,32 @@ def test_more_ranks_than_a_method_can_add_are_refused():
     stages = make_plans([TensorSpec("w", (64,))], uniform, ranks=Ranks(257))
     with pytest.raises(IncompatibleError, match="at most 256 ranks"):
         VariableRun(stages, lambda name, x: tf.Variable(x, trainable=False), seed=0, rank=0, ranks=Ranks(257))
+
+
+def test_a_stored_residual_of_one_tensor_of_a_unit_returns():
+    """Its integers share blocks, and scales, with those of the other tensor."""
+    import tensorflow as tf
+
+    from grace.tensorflow.run import VariableRun
+
+    memory = {"name": "residual", "residual_dtype": "int8"}
+    chosen = grace.make_config(compressor="topk", memory=memory, granularity="bucket", default_rules=False)
+    stages = make_plans([TensorSpec("v", (30,)), TensorSpec("w", (40,))], chosen, ranks=Ranks(2))
+    run = VariableRun(stages, lambda name, x: tf.Variable(x, trainable=False), seed=0, rank=0, ranks=Ranks(2))
+    ((name, unit),) = run.plan.stateful.items()
+    held, ops = run.stage.variables[name]["memory"], get_ops("tensorflow")
+
+    def write(values):
+        for key, value in narrow(unit, {"residual": tf.constant(values, tf.float32)}, ops).items():
+            held[key].variable.assign(value)
+
+    before, after = (np.random.default_rng(n).standard_normal(70) * size for n, size in enumerate((1, 10)))
+    write(before)
+    snapshot = run.snapshot()
+    write(after)
+    run.restore_tensors(snapshot, {"w"})
+    found = widen(unit, {key: state.variable.read_value() for key, state in held.items()}, ops)["residual"].numpy()
+    places = {piece.tensor: slice(start, start + piece.numel) for piece, start in offsets(unit)}
+    for tensor, expected in (("v", after), ("w", before)):
+        assert np.abs(found - expected)[places[tensor]].max() <= np.abs(after).max() / 127
+    assert np.abs(found - after)[places["w"]].max() > 1
