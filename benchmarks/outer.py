@@ -37,6 +37,8 @@ from grace.torch.optim.exchanging import ONE_BIT
 RANKS, EVERY = 4, 30
 # 2,000 steps are no whole number of periods.
 STEPS, SEEDS = (600, 2010, 6000), (0, 1, 2)
+# Of an outer optimizer with momentum, each step counts several times: lower learning rates may be better.
+RATES = (4e-3, 2e-3, 1e-3)
 # How often a run is evaluated.
 POINTS = 10
 # Seconds of an inner step of a rank, and bits per second of a link, for the utilisation.
@@ -78,7 +80,7 @@ class Million(Characters):
     """A transformer of four layers on all modules of Python's library, 826,000 parameters."""
 
     # 2,048 symbols of all ranks in a step, as in the design's trial.
-    batch, length, layers, lr = 4, 128, 4, 4e-3
+    batch, length, layers = 4, 128, 4
 
     def text(self):
         text = characters(self.length + 1, None)
@@ -121,24 +123,24 @@ class OneBit(Alike):
         return found.view(gradient.shape)
 
 
-def ranks_of(method, seed, steps, task):
+def ranks_of(method, seed, steps, task, lr):
     """Return the ranks of a run at its beginning."""
 
     def start():
-        return task.start(seed, RANKS, steps=steps, lr=task.lr, momentum=task.momentum)
+        return task.start(seed, RANKS, steps=steps, lr=lr, momentum=task.momentum)
 
     config = METHODS[method]
     return OneBit(start(), seed) if config is None else replicas(start, {**config, "seed": seed}, RANKS)
 
 
-def train(method, seed, steps, task):
+def train(method, seed, steps, task, lr=RATES[0]):
     """Return the row of a run: what it is, its loss at the end, bytes per inner step, and its curve.
 
     bytes: what a rank hands to collectives, `link_bytes` what leaves it in a ring, on the average of all steps.
     curve: steps, loss and `link_bytes` of all steps until then.
     seconds: processor time of a step of a rank, exchange included.
     """
-    ranks, curve, spent = ranks_of(method, seed, steps, task), [], 0.0
+    ranks, curve, spent = ranks_of(method, seed, steps, task, lr), [], 0.0
     points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
     for step in range(steps):
         started = time.process_time()
@@ -153,6 +155,7 @@ def train(method, seed, steps, task):
         "method": method,
         "steps": steps,
         "seed": seed,
+        "lr": lr,
         "loss": curve[-1][1],
         "bytes": round(sum(sent.values()), 1),
         "link_bytes": round(on_link, 1),
@@ -193,7 +196,7 @@ def save(path, rows, origins):
         "link": LINK,
         "every": EVERY,
         "origins": origins,
-        "rows": sorted(rows, key=lambda row: (row["steps"], order.index(row["method"]), row["seed"])),
+        "rows": sorted(rows, key=lambda row: (row["steps"], order.index(row["method"]), row["lr"], row["seed"])),
     }
     tables.save(path, data)
 
@@ -214,15 +217,17 @@ def main():
     parser.add_argument("path", help="the file of results")
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     arguments = parser.parse_args()
     rows, origins = load(arguments.path)
     mine = origin()
     name = next((name for name, known in origins.items() if known == mine), f"{len(origins) + 1}")
-    done = {(row["steps"], row["seed"], row["method"]) for row in rows}
-    for steps, seed, method in itertools.product(arguments.steps, arguments.seeds, arguments.methods):
-        if (steps, seed, method) not in done:
-            row = train(method, seed, steps, Million())
+    done = {(row["steps"], row["lr"], row["seed"], row["method"]) for row in rows}
+    asked = arguments.steps, arguments.rates, arguments.seeds, arguments.methods
+    for steps, lr, seed, method in itertools.product(*asked):
+        if (steps, lr, seed, method) not in done:
+            row = train(method, seed, steps, Million(), lr)
             print({key: row[key] for key in row if key != "curve"}, flush=True)
             rows.append({**row, "origin": name})
             save(arguments.path, rows, {**origins, name: mine})
