@@ -31,11 +31,12 @@ def check_graph(outer: OuterSteps, where: str) -> None:
         or outer.variates
         or outer.dense_every
         or outer.local_error
+        or outer.pairs
     ):
         raise ConfigError(
             f"{where}: a TensorFlow graph exchanges all variables of all ranks at once and waits for the result, so "
-            "fragments, delay, participation, relevance, variates, dense_every and local_error are not supported, "
-            f"received {outer}; leave them out."
+            "fragments, delay, participation, relevance, variates, dense_every, local_error and pairs are not "
+            f"supported, received {outer}; leave them out."
         )
     if outer.adapt == "loss" or outer.state == "reset":
         raise ConfigError(

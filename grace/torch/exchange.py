@@ -162,7 +162,7 @@ class Exchange(core.Exchange):
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         # With outer steps, the weights of a rank are its own between two meetings.
-        return self.outers[0].state.anchors if self.outers else self._parameters
+        return self.outers[0].equal_weights if self.outers else self._parameters
 
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
         result = super()._load(run, rank, state)

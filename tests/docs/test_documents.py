@@ -165,7 +165,7 @@ def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
         for name, rounds in {"w": 1, **states}.items():
             together = all(np.array_equal(own[name], ranks[0][name]) for own in ranks)
             meets = simulation.outers[0].state.met == step and met % rounds == 0
-            assert together == (meets and config.outer.optimizer.agrees), (step, name)
+            assert together == (meets and not config.outer.keeps_own), (step, name)
 
 
 def run(code, folder, ranks):

@@ -27,6 +27,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "streaming_diloco": {"every": 100, **_DILOCO, "fragments": 4, "delay": 5, "alpha": 0.5},
     "sparseloco": {"every": 30, "optimizer": "sgd", "lr": 1.0},
     "muloco": {"every": 30, **_DILOCO, "lr": 0.8},
+    "noloco": {"every": 100, "optimizer": "sgd", "lr": 0.7, "momentum": 0.3, "pairs": True},
 }
 # What other libraries call an option, with ours.
 _FOREIGN = {
@@ -81,7 +82,8 @@ class OuterSteps:
     `dense_every` = K, every K-th meeting is uncompressed and brings what is held back. With `local_error`, a rank goes
     on with the common weights less what the compressor has dropped of its change, so that it is in the next one. With
     `relevance`, a rank contributes to a meeting only if the signs of so many of its changes, as a share, are those of
-    the last mean change.
+    the last mean change. With `pairs`, each rank meets one other, drawn each time; each has weights after a meeting and
+    states of the outer optimizer of its own, and the change is from these to the mean weights of the pair.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -101,6 +103,7 @@ class OuterSteps:
     dense_every: int = 0
     local_error: bool = False
     relevance: float = 0.0
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -152,14 +155,27 @@ class OuterSteps:
             )
         if self.variates and (self.delay or self.keeps_own or not self.is_plain_mean):
             raise ConfigError(
-                f"outer: variates need meetings of all ranks, after which they go on with equal weights at once; leave "
-                f"variates out, or alpha, delay, participation, weight and optimizer = 'elastic', received {self}."
+                "outer: variates need meetings of all ranks, after which they go on with equal weights at once; leave "
+                "variates out, or alpha, delay, participation, weight, pairs and optimizer = 'elastic', received "
+                f"{self}."
             )
         if self.local_error and (self.delay or self.alpha or not self.optimizer.agrees or not self.is_plain_mean):
             raise ConfigError(
                 "outer: local_error needs meetings of all ranks with equal weights, after which they go on with the "
                 "common weights and an error of their own at once; leave local_error out, or alpha, delay, "
                 f"participation, weight, relevance and optimizer = 'elastic', received {self}."
+            )
+        unequal = self.alpha or self.local_error or not self.optimizer.agrees
+        if self.pairs and (unequal or self.dense_every or self.warmup or not self.is_plain_mean):
+            raise ConfigError(
+                "outer: with pairs, there is no mean of all ranks; leave pairs out, or alpha, local_error, "
+                f"dense_every, warmup, participation, weight, relevance and optimizer = 'elastic', received {self}."
+            )
+        if self.pairs and (self.adapt == "loss" or self.buffers == "first"):
+            raise ConfigError(
+                f"outer: with pairs, a rank knows the loss and the buffers of one other only, received adapt = "
+                f"{self.adapt!r} and buffers = '{self.buffers}'; use a number as adapt, and buffers = 'average' or "
+                "'local', or leave pairs out."
             )
         if self.buffers == "first" and not self.is_plain_mean:
             raise ConfigError(
@@ -240,7 +256,7 @@ class OuterSteps:
     @property
     def keeps_own(self) -> bool:
         """True if ranks go on with weights of their own after a meeting."""
-        return bool(self.alpha) or self.local_error or not self.optimizer.agrees
+        return bool(self.alpha) or self.local_error or self.pairs or not self.optimizer.agrees
 
     @property
     def is_plain_mean(self) -> bool:
@@ -343,6 +359,8 @@ class OuterSteps:
             parts.append("control variates")
         if self.local_error:
             parts.append("what the compressor drops stays in the rank's own weights")
+        if self.pairs:
+            parts.append("in pairs")
         if self.relevance:
             parts.append(f"sent if {self.relevance:g} of the signs are those of the last change")
         if self.dense_every:

@@ -216,7 +216,8 @@ class Exchange(ABC):
         """Return copies of the weights that all ranks have in common with outer steps: those of the last meeting.
 
         With `alpha` or the outer optimizer `elastic`, each rank trains on weights of its own, and these are the model
-        in the end. Raises StepError without outer steps, and before they begin.
+        in the end. With `pairs`, they are those of this rank. Raises StepError without outer steps, and before they
+        begin.
         """
         if not self.outers:
             raise StepError(

@@ -317,9 +317,11 @@ class OuterRun:
         outcomes = {module: self._run.current_of(module).finish() for module in modules}
         merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
         sent = {name: x for outcome in outcomes.values() for name, x in outcome.own.items()}
-        merged = self._of_senders(merged)
+        merged, moved = self._of_senders(merged), flight.changes
+        if self.outer.pairs:
+            merged, moved = ({**x, **self._apart(x)} for x in (merged, moved))
         if self._run.track_norms:
-            self._spread = self._spread_of(flight.changes, merged)
+            self._spread = self._spread_of(moved, merged)
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
         for name in flight.changes:
             if name not in merged:
@@ -430,11 +432,19 @@ class OuterRun:
         now, state, ops = self._flat(name, weights), self.state, self._ops(name)
         if name not in state.anchors:
             return ops.copy(now)
+        if self.outer.pairs:
+            # The two of a pair do not move from the same weights.
+            return ops.copy(now)
         change = state.anchors[name] - now
         if not (memory.pace and name in state.variates):
             return change
         wide = ops.weighted_sum(ops.cast(change, self._specs[name].work_dtype), 1, state.variates[name], rate)
         return ops.cast(wide, self._specs[name].dtype)
+
+    def _apart(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+        """Return how far weights are from those after the last meeting of this rank."""
+        anchors = self.state.anchors
+        return {n: anchors[n] - self._ops(n).reshape(x, (-1,)) for n, x in weights.items() if n in anchors}
 
     def _factor(self, step: int) -> float:
         """Return the factor on this rank's contribution to the next meeting, if that is after an inner step."""
@@ -587,9 +597,16 @@ class OuterRun:
         return [name for module in self._fragments(state.steps) for name in self._members[module]]
 
     @property
+    def equal_weights(self) -> Mapping[str, Array]:
+        """The weights that are equal on all ranks: those after the last meeting, or with pairs at the start."""
+        return {} if self.outer.pairs and self.state.steps else self.state.anchors
+
+    @property
     def equal_arrays(self) -> dict[str, Array]:
         """The arrays that are equal on all ranks: the weights after the last meeting, and the outer states."""
         state = self.state
+        if self.outer.pairs:
+            return dict(self.equal_weights)
         kept = {f"{key} of the outer optimizer of {n}": x for n, own in state.kept.items() for key, x in own.items()}
         return {**state.anchors, **kept}
 
@@ -672,6 +689,11 @@ class OuterRun:
 
         What is on its way becomes the mean over the ranks that this one continues, as residuals do.
         """
+        if self.outer.pairs:
+            raise StateError(
+                f"checkpoint: with pairs, each rank goes on from weights of its own, expected those of "
+                f"{self._run.transport.size} ranks, received {len(states)}; start as many ranks as have saved it."
+            )
         parts = shares(self._run.transport.rank, self._run.transport.size, len(states))
         each = [(self.loaded(states[rank], convert), weight) for rank, weight in parts]
         # Control variates add up to zero over the ranks of before only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grace.core.communicators.pairs import Pairs
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
@@ -32,7 +33,10 @@ def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
             )
         return None
     members = modules_of(config.outer, specs)
-    return Modules({name: module for module, names in members.items() for name in names}) if len(members) > 1 else None
+    pairs = Pairs(config.seed) if config.outer.pairs else None
+    if len(members) == 1 and pairs is None:
+        return None
+    return Modules({name: module for module, names in members.items() for name in names}, pairs)
 
 
 def modules_of(outer: OuterSteps, specs: Sequence[TensorSpec]) -> dict[str, list[str]]:
@@ -83,6 +87,11 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
         raise ConfigError(
             f"{where}: with local_error, what a compressor drops stays in the weights, and {keeping[0]} would keep it "
             "as well; set memory = 'none'."
+        )
+    if config.outer.pairs and (lossy or any(m.memory != dense_method().memory for m in methods)):
+        raise ConfigError(
+            f"{where}: with pairs, the ranks exchange weights, and not what these have moved; set compressor = 'none', "
+            f"without a memory, received {methods[0].compressor} with {methods[0].memory}."
         )
     counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
     if counting and (config.outer.local_error or not config.outer.is_plain_mean):
