@@ -70,3 +70,45 @@ def test_the_mean_keeps_its_expectation():
     # The same gradients again and again: the shifts learn them.
     assert np.abs(errors[0]).max() > 0.1
     assert np.abs(errors[300:]).max() < 1e-4
+
+
+# --- with error feedback ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5])
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(("name", "options"), [("topk", {"compress_ratio": 0.1}), ("efsignsgd", {})])
+def test_feedback(name, options, ranks, alpha):
+    """Gorbunov et al., "Linearly converging error compensated SGD", 2020, with one message.
+
+    x_i = e_i + g_i - h_i, v_i = C(x_i), e_i = x_i - v_i, h_i += alpha v_i; g = h + mean v_i, h += alpha mean v_i.
+    """
+    compressor = make(name, **options)
+    sim = simulate(ranks, (N,), compressor, {"name": "diana", "alpha": alpha, "feedback": True})
+    again = simulate(ranks, (N,), compressor, {"name": "diana", "alpha": alpha, "feedback": True})
+    errors, own, mean, given, got = np.zeros((ranks, N)), np.zeros((ranks, N)), np.zeros(N), np.zeros(N), np.zeros(N)
+    for number in range(8):
+        xs = [normal(N, 10 * number + rank) + np.float32(rank) for rank in range(ranks)]
+        compensated = errors + np.array(xs) - own
+        sent = np.array([send(compressor, x.astype(np.float32)) for x in compensated])
+        merged = step(sim, xs)
+        assert np.allclose(merged, mean + sent.mean(axis=0), rtol=1e-3, atol=1e-4)
+        errors, own, mean = compensated - sent, own + alpha * sent, mean + alpha * sent.mean(axis=0)
+        given, got = given + np.mean(xs, axis=0), got + merged
+        # What has not arrived is the mean of the errors.
+        assert np.allclose(given - got, errors.mean(axis=0), atol=1e-3)
+        if number == 3:
+            again.load_state_dict(sim.state_dict())
+        elif number > 3:
+            assert np.array_equal(step(again, xs), merged)
+    assert min(np.abs(mean).max(), np.abs(errors).max()) > 0.1 * alpha
+
+
+def test_feedback_with_shifts_has_a_linear_rate_where_error_feedback_stalls():
+    """Error feedback alone meets a floor, because the ranks' gradients differ at the optimum."""
+    topk = {"compressor": "topk", "compress_ratio": 0.1, "communicator": "allgather"}
+    shifted = distances({**topk, "memory": {"name": "diana", "alpha": 0.04, "feedback": True}}, 201)
+    plain = distances({**topk, "memory": "residual"}, 101)
+    assert shifted[100] < 0.1
+    assert shifted[200] < 0.05 * shifted[100]
+    assert min(plain) > 0.3

@@ -18,9 +18,12 @@ from grace.core.spec import Array, Payload, State, TensorSpec
 class _Shifted(Memory):
     """Shift that each rank learns by the step `pace`, and the mean of all shifts."""
 
-    feeds_back = False
     finishes = True
     across_ranks = "joint"
+
+    @property
+    def feeds_back(self) -> bool:
+        return False
 
     @property
     @abstractmethod
@@ -51,7 +54,7 @@ class _Shifted(Memory):
         return ops.weighted_sum(merged, 1, mean, 1), {**state, "mean_shift": new}
 
 
-@memories.register("diana", About(tests=[{"alpha": 1.0}]))
+@memories.register("diana", About(tests=[{"alpha": 1.0}, {"feedback": True}]))
 @dataclass(frozen=True)
 class Diana(_Shifted):
     r"""Shift that each rank learns: compresses the difference of the gradient from it.
@@ -65,17 +68,41 @@ class Diana(_Shifted):
     be at most 1 / (1 + omega) with E|C(x) - x|^2 <= omega |x|^2. With `alpha` = 1 it is the memory `ef21`. What the
     compressor drops is not fed back. The memory takes two buffers of the gradient's size.
 
-    Reference: Mishchenko et al., "Distributed learning with compressed gradient differences", 2019, Algorithm 1.
+    With `feedback`, for contractions such as topk, x_i = e_i + g_i - h_i and e_i <- x_i - C(x_i). The shifts take away
+    what makes error feedback stall where the ranks differ. EC-SGD-DIANA sends a second, unbiased message for the
+    shifts, Q(g_i - h_i). Here they learn from C(x_i), so alpha must be small, or they swing: for topk, at most about
+    half of the share that it sends. The memory takes a third buffer.
+
+    Reference: Mishchenko et al., "Distributed learning with compressed gradient differences", 2019, Algorithm 1;
+    Gorbunov, Kovalev, Makarenko and Richtarik, "Linearly converging error compensated SGD", NeurIPS 2020.
     """
 
     alpha: float = 0.1
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         check_alpha("diana", self.alpha)
 
     @property
+    def feeds_back(self) -> bool:
+        return self.feedback
+
+    @property
     def pace(self) -> float:
         return self.alpha
+
+    def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
+        state = super().init(spec, ops)
+        return {**state, "residual": ops.zeros(spec.numel, spec.work_dtype)} if self.feedback else state
+
+    def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
+        if self.feedback:
+            grad = at.ops.weighted_sum(grad, 1, state["residual"], 1)
+        return super().compensate(grad, state, at)
+
+    def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
+        new = super().update(x_, payload, compressor, state, at)
+        return {**new, "residual": compressor.residual_(x_, payload, at)} if self.feedback else new
 
 
 @memories.register("ef21", About(tests=[{"momentum": 0.5}]))
