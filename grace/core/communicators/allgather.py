@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from grace.core.config.registry import communicators
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory, wide_norm
 from grace.core.methods.site import Site
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Array, Payload, Ranks
 from grace.core.step.bucket_step import BucketStep
 from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
 from grace.core.wire.layout import GatherLayout, Received
+
+# What takes the place of the mean.
+_RESULTS = {"senders": "over senders", "median": "a median", "trimmed": "a trimmed mean"}
 
 
 @communicators.register("allgather")
@@ -35,37 +39,58 @@ class Allgather(Communicator):
     the payload x of a rank is first limited to the median of all norms, the lower one of an even number of ranks. Norms
     are those of what is compressed as one; see `granularity`.
 
-    Reference for senders: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", 2025, and its code.
+    With `reduce="median"`, a coordinate is the median of all ranks' decoded values, of an even number of ranks the mean
+    of the two in the middle. With `reduce="trimmed"` it is the mean of those that remain without the `trim` largest and
+    the `trim` smallest ones. So a rank that sends anything cannot move the result far. Both are for methods that send
+    all coordinates, and sort as many values per element as there are ranks.
+
+    Reference for senders: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", 2025, and its code;
+    for the median and the trimmed mean: Yin et al., "Byzantine-robust distributed learning: towards optimal statistical
+    rates", ICML 2018, Algorithm 1.
     """
 
-    reduce: Literal["mean", "senders"] = "mean"
+    reduce: Literal["mean", "senders", "median", "trimmed"] = "mean"
     clip: Literal["median_norm"] | None = None
+    trim: int | None = None
 
     any_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.reduces:
+        if self.clip is not None and self.reduce != "senders":
             raise ConfigError(
                 f"communicator allgather: clip = '{self.clip}' limits what senders contribute and needs "
                 "reduce = 'senders'; set it, or leave clip out."
             )
+        if (self.trim is not None) != (self.reduce == "trimmed") or (self.trim is not None and self.trim < 1):
+            raise ConfigError(
+                "communicator allgather: trim is how many of the largest and of the smallest values reduce = 'trimmed' "
+                f"leaves out, at least 1; received reduce = '{self.reduce}' and trim = {self.trim!r}."
+            )
 
     @property
     def reduces(self) -> bool:
-        return self.reduce == "senders"
+        return self.reduce != "mean"
 
     def obstacle(self, compressor: Compressor) -> str | None:
+        if not self.reduces:
+            return None
         sparse = isinstance(compressor, Selecting) and compressor.selects
-        return None if sparse or not self.reduces else "all ranks send all coordinates, so that senders are all ranks"
+        if self.reduce == "senders":
+            return None if sparse else "all ranks send all coordinates, so that senders are all ranks"
+        if not compressor.averages:
+            return "it gives a vote, and takes no median of values"
+        return "few ranks send a coordinate, so that the median of all ranks is 0" if sparse else None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
         if self.reduces and memory.across_ranks == "joint":
-            return "follows the mean over all ranks, not over senders"
+            return f"follows the mean over all ranks, not {_RESULTS[self.reduce]}"
         return super().memory_obstacle(memory)
 
     def reduced(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
         if not self.reduces:
             return super().reduced(compressor, payloads, at)
+        if self.reduce != "senders":
+            return self._middle([compressor.decompress(payload, at._replace(out=None)) for payload in payloads], at.ops)
         assert isinstance(compressor, Selecting)
         ops, n, dtype, at = at.ops, at.spec.numel, at.spec.work_dtype, at._replace(out=None)
         total, unsent = ops.zeros(n, dtype), ops.zeros(n, dtype)
@@ -75,6 +100,14 @@ class Allgather(Communicator):
             unsent = ops.add_(unsent, compressor.erase_(ops.full(n, 1, dtype), payload, at))
         senders = ops.cast(len(payloads), dtype) - unsent
         return total / ops.where(senders > 0, senders, ops.cast(1, dtype))
+
+    def _middle(self, rows: Sequence[Array], ops: ArrayOps) -> Array:
+        """Return the mean of the values in the middle of each element's values of all ranks."""
+        least = (len(rows) - 1) // 2 if self.trim is None else self.trim
+        ordered = ops.sort(ops.stack(rows, axis=1))
+        kept = [ordered[:, place] for place in range(least, len(rows) - least)]
+        total = functools.reduce(lambda total, x: total + x, kept)
+        return total if len(kept) == 1 else total / ops.cast(len(kept), ops.dtype(total))
 
     def _limits(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Sequence[Array | None]:
         """Return the factor of each rank, a 0-d array, which limits its norm to the median; None: no limit."""
@@ -88,6 +121,11 @@ class Allgather(Communicator):
         return [factors[i] for i in range(len(payloads))]
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
+        if self.trim is not None and 2 * self.trim >= ranks.size:
+            raise IncompatibleError(
+                f"communicator allgather: trim = {self.trim} leaves out {2 * self.trim} of {ranks.size} values; "
+                "it needs fewer than half of the ranks. Take a smaller trim, or reduce = 'median'."
+            )
         layout = layout_of(units, checksum)
         return Route(layout.nbytes, layout.fixed, functools.partial(_gather, layout), buffer=layout.buffer)
 
