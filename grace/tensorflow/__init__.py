@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grace.tensorflow import optim as optim
 from grace.tensorflow import replaced as _replaced  # noqa: F401 - changes Keras' LossScaleOptimizer and Model
 from grace.tensorflow.callbacks import (
     BroadcastGlobalVariablesCallback,

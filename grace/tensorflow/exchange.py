@@ -201,7 +201,7 @@ class Exchange(core.Exchange, tf.Module):
             ]
         )
         specs = [
-            TensorSpec(name, tuple(v.shape), tf.as_dtype(v.dtype).name, device_of(v), sparse=rows)
+            TensorSpec(name, tuple(v.shape), self._dtype_of(v), device_of(v), sparse=rows)
             for name, v, rows in zip(names, variables, sparse, strict=True)
         ]
         with tf.init_scope():
@@ -260,6 +260,10 @@ class Exchange(core.Exchange, tf.Module):
         return [order[id(inside(v))] for v in variables]
 
     # --- what an optimizer has ways of its own for -----------------------------------------------------------------
+
+    def _dtype_of(self, variable: Any) -> str:
+        """Return the dtype of what is exchanged for a variable."""
+        return str(tf.as_dtype(variable.dtype).name)
 
     def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         """Make a variable of the state, which is saved with the exchange."""
@@ -503,6 +507,11 @@ class Exchange(core.Exchange, tf.Module):
         """
         assert self._step is not None
         return self._step.means(tensors, label, of_first=of_first)
+
+    def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool = True) -> list[tf.Tensor]:
+        """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `filled`."""
+        assert self._step is not None
+        return self._step.mean_step(tensors, compares=compares)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return gather(self.process_set, purpose, what, self.timeout)(mine[0])

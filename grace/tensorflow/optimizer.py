@@ -165,7 +165,7 @@ def _check(optimizer: Any) -> None:
             f"from module {type(optimizer).__module__}."
         )
     inner = innermost(optimizer)
-    if any(isinstance(innermost(o), Distributed) for o in (inner, *getattr(inner, "optimizers", ()))):
+    if any(isinstance(innermost(o), Exchanges) for o in (inner, *getattr(inner, "optimizers", ()))):
         raise ConfigError(f"{_WHERE}: the optimizer is already wrapped; its exchange is the attribute 'grace'.")
 
 
@@ -229,6 +229,32 @@ class OptimizerExchange(Exchange):
 
     takes_outer = True
     _optimizer: Any
+    # The ranks of the process set of a saved optimizer, after loading.
+    _saved_ranks: tuple[int, ...] | None = None
+
+    def serve(self, optimizer: Any) -> None:
+        """Take the optimizer that it belongs to."""
+        # An ordinary assignment would have TensorFlow save the optimizer as a part of its exchange.
+        vars(self)["_optimizer"] = optimizer
+
+    def saved(self) -> dict[str, Any]:
+        """Return what Keras saves to make the exchange again, without its states."""
+        ranks = self._saved_ranks
+        if self.process_set is not None:
+            ranks = None if self.process_set is hvd.global_process_set else tuple(self.process_set.ranks)
+        return {
+            "grace": {"config": self.config.to_dict(), **self.arguments},
+            "history": [before.to_dict() for before in self.history],
+            "names": list(self.names),
+            "ranks": None if ranks is None else list(ranks),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `saved` has returned, but for what an exchange is made with."""
+        self.names = tuple(saved["names"])
+        self.history = [make_config(before) for before in saved["history"]]
+        if saved["ranks"] is not None:
+            self.process_set, self._saved_ranks = None, tuple(saved["ranks"])
 
     def _make_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         return self._optimizer.add_variable(
@@ -260,10 +286,43 @@ class OptimizerExchange(Exchange):
         return super()._equal_variables() if self.config.outer is None else self._optimizer._outer.anchors
 
 
-class Distributed:
-    """Mixin for the class of a Keras optimizer, which exchanges the gradients."""
+class Exchanges:
+    """Mixin for the class of a Keras optimizer that has an exchange."""
 
     grace: OptimizerExchange
+
+    def _known(self, variables: Sequence[Any] | None) -> list[Any]:
+        """Return the variables of a call. Build the optimizer if necessary."""
+        if variables is None:
+            return self._trainable_variables
+        variables = list(variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(variables)
+        self._check_variables_are_known(variables)
+        return variables
+
+    def _places(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+        """Return the indices of the variables of a call. Raises StepError for another number of gradients."""
+        if len(grads) != len(variables):
+            raise StepError(
+                f"expected one gradient per variable, received {len(grads)} gradients for {len(variables)} variables."
+            )
+        return [self._get_variable_index(v) for v in variables]
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Load what Keras has saved, all or nothing.
+
+        Raises StateError if it is damaged or belongs to another optimizer. `load_model` makes a ValueError of it.
+        """
+        if self.built:
+            check_saved_variables(self.variables, store)
+        super().load_own_variables(store)
+
+
+class Distributed(Exchanges):
+    """Mixin for the class of a Keras optimizer, which exchanges the gradients."""
+
     # True if it has taken steps before it was wrapped: functions may exist that were traced without an exchange.
     wrapped_late = False
     # The class without the mixin.
@@ -275,8 +334,6 @@ class Distributed:
     _summed_passes = 1
     # What outer steps keep, if there are any and the variables are known.
     _outer: OuterVariables
-    # The ranks of the process set of a saved optimizer, after loading.
-    _saved_ranks: list[int] | None = None
 
     def build(self, variables: Sequence[Any]) -> None:
         """Build the Keras optimizer and the exchange for these variables."""
@@ -327,28 +384,13 @@ class Distributed:
 
     def _filled(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
         variables, count = self._known(variables), len(self._trainable_variables)
-        if len(grads) != len(variables):
-            raise StepError(
-                f"expected one gradient per variable, received {len(grads)} gradients for {len(variables)} variables."
-            )
+        places = self._places(grads, variables)
         if self.gradient_accumulation_steps:
             # Keras accumulates rows in a dense array, and that array is exchanged.
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        places = [self._get_variable_index(v) for v in variables]
         self._call = _Call(places, frozenset(range(count)) - set(places))
-        filled = self.grace.filled(_placed(grads, places, count))
+        filled = self.grace.filled(placed(grads, places, count))
         return [filled[place] for place in places]
-
-    def _known(self, variables: Sequence[Any] | None) -> list[Any]:
-        """Return the variables of a call. Build the optimizer if necessary."""
-        if variables is None:
-            return self._trainable_variables
-        variables = list(variables)
-        if not self.built:
-            with keras.name_scope(self.name):
-                self.build(variables)
-        self._check_variables_are_known(variables)
-        return variables
 
     def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any]) -> None:
         # _clip_gradients does not get the variables of the gradients.
@@ -364,7 +406,7 @@ class Distributed:
     def exchanged(self, grads: Sequence[Gradient | None], loss_scale: tf.Tensor | None = None) -> list[Gradient | None]:
         """Exchange the gradients of this call of `apply`, and return those to apply."""
         self._call.asked = True
-        given = _placed(grads, self._call.places, len(self._trainable_variables))
+        given = placed(grads, self._call.places, len(self._trainable_variables))
         merged = self.grace(given, absent=self._call.absent, loss_scale=loss_scale)
         if self._summed_passes > 1:
             merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
@@ -395,27 +437,11 @@ class Distributed:
         # An uninitialized instance of the plain class: its __init__ could fail, but serializing needs only get_config.
         plain, config = object.__new__(self._plain), super().get_config()
         plain.__dict__["get_config"] = lambda: config
-        exchange = self.grace
-        ranks = self._saved_ranks
-        if exchange.process_set is not None:
-            ranks = None if exchange.process_set is hvd.global_process_set else list(exchange.process_set.ranks)
         return {
             "optimizer": keras.optimizers.serialize(plain),
-            "grace": {"config": exchange.config.to_dict(), **exchange.arguments},
-            "history": [before.to_dict() for before in exchange.history],
-            "names": list(exchange.names),
-            "ranks": ranks,
+            **self.grace.saved(),
             "summed_passes": self._summed_passes,
         }
-
-    def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Load what Keras has saved, all or nothing.
-
-        Raises StateError if it is damaged or belongs to another optimizer. `load_model` makes a ValueError of it.
-        """
-        if self.built:
-            check_saved_variables(self.variables, store)
-        super().load_own_variables(store)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
@@ -429,12 +455,8 @@ class Distributed:
             )
         optimizer = keras.optimizers.deserialize(config["optimizer"], custom_objects)
         exchange = OptimizerExchange(**config["grace"])
-        exchange.names = tuple(config["names"])
-        exchange.history = [make_config(before) for before in config["history"]]
-        distributed = _distribute(optimizer, exchange, config["summed_passes"])
-        if config["ranks"] is not None:
-            exchange.process_set, distributed._saved_ranks = None, config["ranks"]
-        return distributed
+        exchange.restore(config)
+        return _distribute(optimizer, exchange, config["summed_passes"])
 
 
 keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(Distributed)
@@ -452,15 +474,14 @@ def _class(plain: type) -> type:
 def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int) -> Any:
     optimizer.__class__ = _class(type(optimizer))
     optimizer.grace = exchange
-    # An ordinary assignment would have TensorFlow save the optimizer as a part of its exchange.
-    vars(exchange)["_optimizer"] = optimizer
+    exchange.serve(optimizer)
     optimizer._summed_passes = summed_passes
     if optimizer.built:
         optimizer._build_exchange(optimizer._trainable_variables)
     return optimizer
 
 
-def _placed(grads: Sequence[Gradient | None], places: Sequence[int], count: int) -> list[Gradient | None]:
+def placed(grads: Sequence[Gradient | None], places: Sequence[int], count: int) -> list[Gradient | None]:
     """Return the gradients in the order of the optimizer's variables, None for variables without a gradient."""
     ordered: list[Gradient | None] = [None] * count
     for place, gradient in zip(places, grads, strict=True):

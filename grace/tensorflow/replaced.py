@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from grace.core.errors import ConfigError
 from grace.tensorflow.gradients import Gradient
+from grace.tensorflow.optim.exchanging import Exchanging
 from grace.tensorflow.optimizer import Distributed, innermost
 from grace.tensorflow.outer import buffers_of
 
@@ -31,6 +32,11 @@ def _with_one_decision(keras_apply: Any) -> Any:
     @wraps(keras_apply)
     def apply(self: Any, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         inner = self.inner_optimizer
+        if isinstance(inner, Exchanging):
+            raise ConfigError(
+                f"{inner._where}: dynamic loss scaling is not supported, because one rank could skip a step that "
+                "others take; train in float32 or mixed_bfloat16, or pass auto_scale_loss=False to model.compile()."
+            )
         if not isinstance(inner, Distributed) or (trainable_variables is None and not self.built):
             keras_apply(self, grads, trainable_variables)
             return

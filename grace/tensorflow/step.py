@@ -39,6 +39,8 @@ class GraphStep:
         self._replicas = Replicas(exchange.config.check_replicas)
         # The stages in the graphs that were traced.
         self._traced: list[Stage] | None = None
+        # The graph of a step that compresses nothing, and the stages that it was traced for.
+        self._mean_step: tuple[list[Stage], Any] | None = None
 
     def _trace(self, absent: frozenset[int], scale: tf.DType | None) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not."""
@@ -84,12 +86,7 @@ class GraphStep:
         if self._traced is not self._states.live:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
-        try:
-            merged = self._graph(absent, None if loss_scale is None else loss_scale.dtype)(*given)
-        except tf.errors.InvalidArgumentError as error:
-            if MismatchError.__name__ not in str(error.message):
-                raise
-            raise MismatchError(str(error.message)) from None
+        merged = _call(self._graph(absent, None if loss_scale is None else loss_scale.dtype), given)
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
@@ -120,16 +117,37 @@ class GraphStep:
         transport.end_turn()
         return found
 
+    def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool) -> list[tf.Tensor]:
+        """Exchange tensors uncompressed in place of a step; `compares` says whether it compares the replicas."""
+        live = self._states.live
+        if self._mean_step is None or self._mean_step[0] is not live:
+
+            def step(*given: tf.Tensor) -> list[tf.Tensor]:
+                self._begin(given, compares)
+                merged = self.means(given, "gradient")
+                self._watch.end(merged)
+                return merged
+
+            signature = [tf.TensorSpec(x.shape, x.dtype) for x in tensors]
+            self._mean_step = live, tf.function(step, input_signature=signature, autograph=False)
+        return list(_call(self._mean_step[1], tensors))
+
+    def _begin(self, inputs: Sequence[Any], compares: bool) -> None:
+        """Begin a step: see that the graph is valid, watch over the step, and compare the replicas."""
+        run = self._states
+        # Otherwise a collective could begin before the error, on some ranks only.
+        self._transport.end_turn([run.check_current()])
+        self._watch.begin(run.counter, tf.nest.flatten(inputs, expand_composites=True)[:1])
+        if compares:
+            self._replicas.compare(self._exchange._weights(), run.shared_states, run.counter, self._transport)
+
     def _run(
         self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None = None
     ) -> list[Gradient]:
         exchange, transport, run = self._exchange, self._transport, self._states
         rollback = exchange.config.rollback
         exchange.traces += 1
-        # Otherwise a collective could begin before the error, on some ranks only.
-        transport.end_turn([run.check_current()])
-        self._watch.begin(run.counter, tf.nest.flatten(gradients, expand_composites=True)[:1])
-        self._replicas.compare(exchange._weights(), run.shared_states, run.counter, transport)
+        self._begin(gradients, True)
         run.belong_to(transport.rank, transport.size)
         run.enter()
         before = []
@@ -186,3 +204,13 @@ class GraphStep:
         # A stage may be a branch of the graph.
         transport.end_turn()
         return [merged[name] for name in given]
+
+
+def _call(graph: Any, given: Sequence[Any]) -> Any:
+    """Call the graph of a step. Raises MismatchError if it says that the replicas differ."""
+    try:
+        return graph(*given)
+    except tf.errors.InvalidArgumentError as error:
+        if MismatchError.__name__ not in str(error.message):
+            raise
+        raise MismatchError(str(error.message)) from None

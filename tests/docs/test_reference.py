@@ -22,7 +22,17 @@ USING = [
     ROOT / "docs" / "design" / "mpi4py.md",
     *sorted((ROOT / "examples").glob("*.py")),
 ]
-PACKAGES = ("", "torch", "torch/optim", "torch/horovod", "torch/distributed", "tensorflow", "mpi", "testing")
+PACKAGES = (
+    "",
+    "torch",
+    "torch/optim",
+    "torch/horovod",
+    "torch/distributed",
+    "tensorflow",
+    "tensorflow/optim",
+    "mpi",
+    "testing",
+)
 # In code and in backticks, these are no names of Python: a file, and a group of entry points.
 NO_NAMES = {"grace.toml", "grace.backends"}
 # The objects of the examples, and the classes that they may have.

@@ -22,7 +22,7 @@ _MODULES = [
     importlib.import_module(f"tests.adapters.tensorflow.{name}_scenarios")
     for name in (
         *("exchange", "half_sum", "checkpoint", "schedule", "timeline", "usage", "callback", "rare_usage", "refusal"),
-        *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise", "elastic"),
+        *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise", "elastic", "optim"),
     )
 ]
 

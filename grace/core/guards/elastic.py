@@ -17,6 +17,14 @@ def refusal_of_local_steps(where: str) -> ConfigError:
     return ConfigError(f"{where}: local_steps is not supported in elastic mode, nor is outer; leave them out.")
 
 
+def refusal_of_own_exchanges(where: str) -> ConfigError:
+    """Return the error of an optimizer that exchanges what it needs itself."""
+    return ConfigError(
+        f"{where}: elastic Horovod is not supported, because its states do not know this optimizer; wrap a plain "
+        "optimizer by grace's DistributedOptimizer."
+    )
+
+
 def refusal_of_process_sets(where: str) -> ConfigError:
     """Return the error of an exchange among some of the ranks only."""
     return ConfigError(f"{where}: process_set is not supported in elastic mode; leave it out.")

@@ -35,8 +35,11 @@ class ArrayOps(Primitives):
 
     def weighted_sum(self, x: Array, a: float, y: Array, b: float) -> Array:
         """Return a x + b y as a new array; each product is rounded before the sum."""
-        second = y if b == 1 else y * self.cast(b, self.dtype(y))
-        return x + second if a == 1 else self.add_(x * self.cast(a, self.dtype(x)), second)
+        # In a graph, factors may be arrays.
+        second = y if isinstance(b, int | float) and b == 1 else y * self.cast(b, self.dtype(y))
+        if isinstance(a, int | float) and a == 1:
+            return x + second
+        return self.add_(x * self.cast(a, self.dtype(x)), second)
 
     def finite_sum(self, x: Array, a: float, y: Array, b: float, out: Array | None = None) -> tuple[Array, Array]:
         """Return a x + b y as `weighted_sum` does, and whether all of it is finite, as a 0-d condition.

@@ -115,17 +115,17 @@ class OneBitLamb(Lamb, Freezing):
         momentum, frozen = self._followed(ops, state["exp_avg"], gradient), state["exp_avg_sq"]
         if not self.scaled:
             return momentum
-        return self._limited(ops, ops.where(frozen > 0, momentum / self._root(ops, frozen, 1.0), 0.0))
+        return self._limited(ops, ops.where(frozen > 0, momentum / self._root(ops, frozen), 0.0))
 
     def frozen_step(
         self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int
     ) -> tuple[Array, State]:
         (first, second), dtype, frozen = self.betas, ops.dtype(weights), state["exp_avg_sq"]
-        root = self._root(ops, frozen, 1.0)
+        root = self._root(ops, frozen)
         momentum = ops.where(frozen > 0, momentum * root if self.scaled else momentum, 0.0)
         gradient = ops.weighted_sum(momentum, 1 / (1 - first), state["exp_avg"], -first / (1 - first))
         fresh = ops.weighted_sum(state["fresh_sq"], second, gradient * gradient, 1 - second)
-        ratios = ops.where(frozen > 0, root / self._root(ops, fresh, 1.0), 0.0)
+        ratios = ops.where(frozen > 0, root / self._root(ops, fresh), 0.0)
         last = state["factor"]
         factor = ops.full(1, ops.max(ratios), dtype)
         for bound, above in (

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from grace.core.errors import ConfigError
 from grace.core.methods.memory import wide_norm
+from grace.core.observe.log import logger
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, State
 
+#: How momenta are exchanged: one bit per element in both directions, with error feedback at both ends.
+ONE_BIT = {"compressor": "efsignsgd", "memory": "residual", "communicator": "two_shot"}
 #: Share of the steps in the warm-up: in the middle of what the paper on 1-bit Adam takes, 15 to 25 %.
 WARM_UP = 0.2
 #: How much of the larger of two norms the smaller one must be for the second moment to have settled.
@@ -23,7 +28,8 @@ class Moments(ABC):
     """Base of optimizers with a first and a second moment: a pure step per tensor, configured by its fields only.
 
     All arrays are flat and float32, or float64 for float64 weights. No method changes an array that it receives.
-    `number` counts the steps of a tensor from 1. The keys of states are those of PyTorch's Adam.
+    `number` counts the steps of a tensor from 1; in a graph, it and learning rates are 0-d float64 arrays. The keys of
+    states are those of PyTorch's Adam.
     """
 
     #: The optimizer as its users call it, for errors.
@@ -67,11 +73,11 @@ class Moments(ABC):
         first, second = self.betas
         return 1 - first**number, 1 - second**number
 
-    def _root(self, ops: ArrayOps, second: Array, correction: float) -> Array:
+    def _root(self, ops: ArrayOps, second: Array, correction: float | None = None) -> Array:
         """Return sqrt(v / correction) + eps."""
         root = ops.sqrt(second)
-        if correction != 1:
-            root = root * ops.cast(1 / math.sqrt(correction), ops.dtype(root))
+        if correction is not None:
+            root = root * ops.cast(correction**-0.5, ops.dtype(root))
         return root + ops.cast(self.eps, ops.dtype(root))
 
 
@@ -150,10 +156,32 @@ def horizon(betas: tuple[float, float]) -> int:
     return math.ceil(1 / (1 - betas[1]) - 1e-9)
 
 
-def settled(before: float | None, now: float) -> bool:
-    """Return whether |v|_1 is nearly what it was a `horizon` before, so that v can be frozen.
+def settled(before: float, now: float) -> bool:
+    """Return whether |v|_1 is nearly what it was a `horizon` before, so that v can be frozen; `before` may be 0.
 
     Reference: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
     ICML 2021, section 7.1 of its first version.
     """
-    return before is not None and before > 0 and min(before, now) >= SETTLED * max(before, now)
+    return (before > 0) & (now >= SETTLED * before) & (before >= SETTLED * now)
+
+
+def tell_frozen(name: str, number: int) -> None:
+    """Tell the user that an optimizer has frozen the second moment after a step."""
+    logger().info(
+        "grace: %s has frozen the second moment after step %d and exchanges momenta from now on.", name, number
+    )
+
+
+def signature_of(cls: type, base: type, options: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature of an optimizer class with all its arguments, for help(), documentation and errors.
+
+    They are those of every `__init__` from `cls` up to `base`, and further `options` with their defaults.
+    """
+    given: dict[str, inspect.Parameter] = {}
+    for kind in cls.__mro__:
+        if kind is not base and issubclass(kind, base) and "__init__" in vars(kind):
+            _, *arguments = inspect.signature(vars(kind)["__init__"]).parameters.values()
+            given = {**{p.name: p for p in arguments}, **given}
+    for name, default in options.items():
+        given[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    return inspect.Signature(sorted(given.values(), key=lambda p: p.kind))

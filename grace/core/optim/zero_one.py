@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from grace.core.config.outer import OuterSteps, make_outer
+from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
 from grace.core.optim.adam import Adam
 from grace.core.spec import Array, State
+
+#: The steps between two meetings, by the number of steps since the freeze.
+EVERY: Mapping[int, int] = {32_768: 2, 65_536: 4, 98_304: 8, 131_072: 16}
+
+
+def check_schedule(every: int | Mapping[int, int], scaler: int, freeze_step: int | None, where: str) -> OuterSteps:
+    """Return the meetings after the freeze. Raises ConfigError for numbers that cannot work."""
+    if freeze_step is None:
+        raise ConfigError(f"{where}: expected freeze_step or total_steps, received neither; name one of them.")
+    if scaler < 1:
+        raise ConfigError(f"{where}: var_update_scaler must be at least 1, received {scaler!r}.")
+    outer = make_outer({"every": every})
+    assert outer is not None
+    return outer
+
+
+def next_learning(number: Any, learnt: Any, scaler: int) -> Any:
+    """Return the step of the gradient after that of step `number`, the `learnt`-th one in the second moment.
+
+    In a graph, these are 0-d arrays.
+    """
+    return number + 2 ** (learnt // scaler)
 
 
 @dataclass(frozen=True)
@@ -30,6 +56,10 @@ class ZeroOneAdam(Adam):
 
     def init(self, ops: ArrayOps, weights: Array) -> State:
         return {**super().init(ops, weights), "moved": ops.zeros(weights.shape[0], ops.dtype(weights))}
+
+    def rate(self, lr: float, number: int) -> float:
+        """Return eta, the learning rate of a step, corrected for the momentum's start at zero."""
+        return lr / self._corrections(number)[0]
 
     def learn(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> State:
         """Return the state with the second moment after a mean gradient of all ranks."""
@@ -63,9 +93,12 @@ class ZeroOneAdam(Adam):
         return new, {**state, "anchor": self._shrunk(ops, anchor, lr)}
 
     def meet(
-        self, ops: ArrayOps, weights: Array, merged: Array, state: State, lr: float, rates: float, learnt: int
+        self, ops: ArrayOps, weights: Array, merged: Array, state: State, lr: float, share: float, learnt: int
     ) -> tuple[Array, State]:
-        """Return the weights and the state after a meeting; `merged` is the mean of `sent`, `rates` the sum of eta."""
+        """Return the weights and the state after a meeting; `merged` is the mean of `sent`.
+
+        `share` is 1 / (the sum of eta since the last meeting), and 0 if that is.
+        """
         rest = {key: x for key, x in state.items() if key != "anchor"}
         anchor = self._shrunk(ops, state.get("anchor", weights), lr)
         scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
@@ -75,6 +108,6 @@ class ZeroOneAdam(Adam):
             mean = change / ops.where(scale > 0, scale, 1.0)
         else:
             change = mean * scale
-        momentum = mean * ops.cast(1 / rates if rates else 0.0, ops.dtype(merged))
+        momentum = mean * ops.cast(share, ops.dtype(merged))
         moved = ops.zeros(weights.shape[0], ops.dtype(merged))
         return anchor - change, {**rest, "exp_avg": momentum, "moved": moved}

@@ -18,7 +18,8 @@ import torch
 from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError, GraceError
-from grace.core.optim.moments import freeze_step_of
+from grace.core.guards.elastic import refusal_of_own_exchanges
+from grace.core.optim.moments import ONE_BIT, freeze_step_of
 from grace.core.session.start import Request, open_session
 from grace.core.state.merge import optimizer_state
 from grace.core.state.run import Run
@@ -28,9 +29,6 @@ from grace.torch.optim.ruled import Parameters, Ruled
 from grace.torch.optimizer import refuse_parameters
 from grace.torch.steps import describe
 from grace.torch.tensors import names_of, refuse_unfrozen, spec_of
-
-# One bit per element in both directions, with error feedback at both ends.
-ONE_BIT = {"compressor": "efsignsgd", "memory": "residual", "communicator": "two_shot"}
 
 
 class Momenta(Exchange):
@@ -109,10 +107,7 @@ class Exchanging(Ruled, ABC):
         """Raise ConfigError for options or a library that cannot work, and set the end of the warm-up."""
         where = self._where
         if library.elastic:
-            raise ConfigError(
-                f"{where}: elastic Horovod is not supported, because its states do not know this optimizer; wrap a "
-                "plain optimizer by grace.DistributedOptimizer."
-            )
+            raise refusal_of_own_exchanges(where)
         for group in self.param_groups:
             self._check(group)
             group["freeze_step"] = freeze_step_of(group["freeze_step"], total_steps, where)

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from grace.core.observe.log import logger
 from grace.core.optim import adam, lamb
-from grace.core.optim.moments import Freezing, horizon, settled
+from grace.core.optim.moments import Freezing, horizon, settled, tell_frozen
 from grace.torch.exchange import OPS
 from grace.torch.optim.exchanging import Exchanging
 from grace.torch.optim.ruled import flat
@@ -20,7 +19,7 @@ class OneBit(Exchanging):
 
     rule: ClassVar[type[Freezing]]
     # |v|_1 when it was last looked at.
-    kept: ClassVar[Mapping[str, Any]] = {"norm": None}
+    kept: ClassVar[Mapping[str, Any]] = {"norm": 0.0}
 
     @property
     def frozen(self) -> bool:
@@ -79,11 +78,7 @@ class OneBit(Exchanging):
                     taken = state.pop("step")
                     self._keep(p, taken, rule.freeze(OPS(str(p.device)), state, max(taken, 1)))
         if self.grace.rank == 0:
-            logger().info(
-                "grace: %s has frozen the second moment after step %d and exchanges momenta from now on.",
-                type(self).__name__,
-                number,
-            )
+            tell_frozen(type(self).__name__, number)
 
 
 class OneBitAdam(OneBit):

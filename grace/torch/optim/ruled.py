@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from grace.core.errors import ConfigError, StepError
-from grace.core.optim.moments import Moments
+from grace.core.optim.moments import Moments, signature_of
 from grace.torch.exchange import OPS
 
 #: What `params` of an optimizer of PyTorch may be.
@@ -26,15 +25,7 @@ class Ruled(torch.optim.Optimizer):
         super().__init_subclass__()
         if "rule" not in vars(cls):
             return
-        # All options are arguments: for help(), the documentation, and the names in errors.
-        given: dict[str, inspect.Parameter] = {}
-        for kind in cls.__mro__:
-            if kind is not Ruled and issubclass(kind, Ruled) and "__init__" in vars(kind):
-                _, *arguments = inspect.signature(kind.__init__).parameters.values()
-                given = {**{p.name: p for p in arguments}, **given}
-        for f in dataclasses.fields(cls.rule):
-            given[f.name] = inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default)
-        cls.__signature__ = inspect.Signature(sorted(given.values(), key=lambda p: p.kind))
+        cls.__signature__ = signature_of(cls, Ruled, {f.name: f.default for f in dataclasses.fields(cls.rule)})
 
     def __init__(self, params: Parameters, lr: float, options: dict[str, Any], kept: Mapping[str, Any]) -> None:
         """Make the groups; take the options of the rule out of `options`. `kept` is what groups keep besides."""

@@ -7,16 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from grace.core.config.outer import OuterSteps, make_outer
-from grace.core.errors import ConfigError, StateError, StepError
+from grace.core.errors import StateError, StepError
 from grace.core.optim import zero_one
 from grace.torch.exchange import OPS
 from grace.torch.library import Library
 from grace.torch.optim.exchanging import Exchanging
 from grace.torch.optim.ruled import Parameters, flat
-
-#: The steps between two meetings, by the number of steps since the freeze.
-EVERY: Mapping[int, int] = {32_768: 2, 65_536: 4, 98_304: 8, 131_072: 16}
 
 
 class ZeroOneAdam(Exchanging):
@@ -48,7 +44,7 @@ class ZeroOneAdam(Exchanging):
         params: Parameters,
         lr: float = 1e-3,
         *,
-        every: int | Mapping[int, int] = EVERY,
+        every: int | Mapping[int, int] = zero_one.EVERY,
         var_update_scaler: int = 16,
         **options: Any,
     ) -> None:
@@ -57,16 +53,8 @@ class ZeroOneAdam(Exchanging):
 
     def _settle(self, library: Library, total_steps: int | None) -> None:
         super()._settle(library, total_steps)
-        first, *_ = self.param_groups
-        if first["freeze_step"] is None:
-            raise ConfigError(
-                f"{self._where}: expected freeze_step or total_steps, received neither; name one of them."
-            )
-        if self._scaler < 1:
-            raise ConfigError(f"{self._where}: var_update_scaler must be at least 1, received {self._scaler!r}.")
-        outer = make_outer({"every": self._every})
-        assert outer is not None
-        self._meetings: OuterSteps = outer
+        freeze_step = self.param_groups[0]["freeze_step"]
+        self._meetings = zero_one.check_schedule(self._every, self._scaler, freeze_step, self._where)
 
     def _options(self) -> dict[str, Any]:
         own = {"every": self._meetings.to_config()["every"], "var_update_scaler": self._scaler}
@@ -100,7 +88,7 @@ class ZeroOneAdam(Exchanging):
         for group in self.param_groups:
             group["learnt"] = learnt
             group["rates"] += self._rate(group, number)
-            rule, lr, rates = self._rule_of(group), float(group["lr"]), group["rates"]
+            rule, lr, share = self._rule_of(group), float(group["lr"]), 1 / group["rates"] if group["rates"] else 0.0
             for p in group["params"]:
                 if merged is None and p.requires_grad:
                     advance(p, group)
@@ -112,19 +100,18 @@ class ZeroOneAdam(Exchanging):
                 if merged is None:
                     weights, state = rule.alone(ops, flat(p), state, lr, self._rate(group, number), learnt)
                 else:
-                    weights, state = rule.meet(ops, flat(p), flat(merged[self._names[p]]), state, lr, rates, learnt)
+                    weights, state = rule.meet(ops, flat(p), flat(merged[self._names[p]]), state, lr, share, learnt)
                 p.copy_(weights.view(p.shape))
                 self._keep(p, taken, state)
             group["step"] = number
             if merged is not None:
                 group["rates"] = 0.0
             if learns:
-                group["learn_at"] = number + 2 ** (learnt // self._scaler)
+                group["learn_at"] = zero_one.next_learning(number, learnt, self._scaler)
         self.grace.rollback.release()
 
     def _rate(self, group: Mapping[str, Any], number: int) -> float:
-        """Return the learning rate of a step, corrected for the momentum's start at zero."""
-        return float(group["lr"]) / (1 - group["betas"][0] ** number)
+        return float(self._rule_of(group).rate(float(group["lr"]), number))
 
     def _rest(self, p: torch.Tensor, rule: Any) -> None:
         """Return a parameter that was frozen between two meetings to its weights after the last one."""

@@ -17,9 +17,9 @@ from grace.torch.optim import Lamb, Lans, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.adapters.torch.launched import by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import Net, batches, digest, make_net, outcome
 from tests.support.cases import EVERYTHING, LAYERS
+from tests.support.one_bit import BETA, MomentaOfThePaper
 
 STEPS, FREEZE = 9, 4
-BETA = 0.9
 ALL = {**EVERYTHING, **LAYERS}
 
 
@@ -33,41 +33,6 @@ def gradients_of(net: Net, step: int) -> list[dict[str, np.ndarray]]:
         grads = torch.autograd.grad(loss, list(named.values()))
         found.append({name: g.reshape(-1).numpy() for name, g in zip(named, grads, strict=True)})
     return found
-
-
-class MomentaOfThePaper:
-    """The exchange of Algorithm 1 in NumPy: mean|x| sign(x) of m + error on each rank, and of the mean at its owner."""
-
-    def __init__(self, plan: Any, momentum: dict[str, np.ndarray], unit: dict[str, np.ndarray]) -> None:
-        # What momenta are divided by before they are exchanged: sqrt v + eps, or 1 as in the paper.
-        self.scaled = any((x != 1).any() for x in unit.values())
-        self.unit = {name: x.astype(np.float32) for name, x in unit.items()}
-        self.pieces = [(unit, unit.pieces[0]) for unit in plan.units]
-        self.momentum = {name: m.astype(np.float32) for name, m in momentum.items()}
-        self.worker = [{name: np.zeros_like(m) for name, m in self.momentum.items()} for _ in range(world_size())]
-        self.server = {name: np.zeros_like(m) for name, m in self.momentum.items()}
-
-    def step(self, gradients: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        last = {name: m.copy() for name, m in self.momentum.items()}
-        for _, piece in self.pieces:
-            at, name = slice(piece.start, piece.stop), piece.tensor
-            sent = []
-            for mine, error in zip(gradients, self.worker, strict=True):
-                own = mine[name][at] / self.unit[name][at]
-                x = np.float32(BETA) * last[name][at] + np.float32(1 - BETA) * own
-                # What m / sqrt v is at most in Adam.
-                limit = np.float32(0.1 / np.sqrt(0.001)) if self.scaled else np.inf
-                x = np.clip(x, -limit, limit) + error[name][at]
-                sent.append(_sign(x))
-                error[name][at] = x - sent[-1]
-            x = sum(sent) / np.float32(world_size()) + self.server[name][at]
-            self.momentum[name][at] = _sign(x) if world_size() > 1 else x
-            self.server[name][at] = x - self.momentum[name][at]
-        return self.momentum
-
-
-def _sign(x: np.ndarray) -> np.ndarray:
-    return np.float32(np.mean(np.abs(x.astype(np.float64)))) * np.where(x >= 0, np.float32(1), np.float32(-1))
 
 
 def one_bit_adam(scaled: bool) -> dict[str, Any]:
@@ -87,7 +52,7 @@ def one_bit_adam(scaled: bool) -> dict[str, Any]:
             some = {name: x > 0 for name, x in second.items()}
             unit = {name: np.where(some[name], x, np.inf) if scaled else np.ones_like(x) for name, x in root.items()}
             reference = MomentaOfThePaper(
-                optimizer.grace.plan, {name: m / unit[name] for name, m in momentum.items()}, unit
+                optimizer.grace.plan, {name: m / unit[name] for name, m in momentum.items()}, unit, world_size()
             )
         given = gradients_of(net, step)
         before = {name: p.detach().reshape(-1).numpy().copy() for name, p in net.named_parameters()}
