@@ -156,7 +156,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
     for rank in ranks:
         for name in ("none", "elastic"):
             assert max(rank[name]["off"]) < 1e-5, rank[name]["off"]
-        assert all(resumed for name in ("none", "elastic", "topk") for resumed in rank[name]["resumed"])
+        assert all(rank[name]["resumed"] for name in ("none", "elastic", "topk"))
         assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
     # Two steps of warm-up, and meetings after steps 5 and 8.
     apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
