@@ -76,7 +76,7 @@ def test_what_one_bit_adam_cannot_do_is_refused(launch):
         assert told.keys() - errors.keys() <= {"registered", "outside"}
 
 
-@on(*LAUNCHES)
+@on(*LAUNCHES, usual=LAUNCHES[1:2])
 def test_zero_one_adam_is_the_recursion_of_the_paper(launch):
     ranks = scenario("zero_one_adam", launch)
     for rank in ranks:
@@ -97,7 +97,7 @@ def test_zero_one_adam_is_the_recursion_of_the_paper(launch):
     assert apart == [1] * 6 + [own, own, 1, own, own, 1, own]
 
 
-@on(LAUNCHES[1], LAUNCHES[2], LAUNCHES[3])
+@on(*LAUNCHES[1:], usual=LAUNCHES[2:3])
 def test_lamb_and_lans_are_those_of_the_papers(launch):
     ranks = scenario("lamb_and_lans", launch)
     for label in ranks[0]:
