@@ -56,6 +56,43 @@ def test_gmc(momentum, damped):
     assert np.linalg.norm(x) > 0.1 * np.sqrt(N)
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_gmc_with_a_learning_rate_that_changes(ranks):
+    """x_t - x_{t-1} is of the last rate, eta of this one: u_i = g_i - m (x_t - x_{t-1}) / eta.
+
+    Without the correction, the momentum is that of PyTorch's SGD.
+    """
+    rates = [0.02, 0.05, 0.05, 0.01, 0.03, 0.03, 0.002, 0.02]
+    memory = {"name": "shared_momentum", "momentum": 0.9, "dampening": 0.0}
+
+    def trained(corrected):
+        first, again = (
+            started(ranks, compressor="topk", compress_ratio=0.1, memory={**memory, "lr_correction": corrected})
+            for _ in range(2)
+        )
+        x, before, y, last, left, kept = np.zeros(N), np.zeros(N), np.zeros(N), np.zeros(N), np.zeros((ranks, N)), []
+        for number, eta in enumerate(rates):
+            given = [x - 5 * np.random.default_rng((number, rank)).standard_normal(N) for rank in range(ranks)]
+            left += np.array(given) + 0.9 * ((before - x) / eta if corrected else last)
+            sent = np.array([top(0.1)(mine) for mine in left])
+            left -= sent
+            before, x, last = x, x - eta * sent.mean(axis=0), sent.mean(axis=0)
+            xs = [{"w": g.astype(np.float32).reshape(SHAPE)} for g in given]
+            merged = first.step(xs, lr=eta)[0]["w"].reshape(-1)
+            assert np.allclose(merged, last, rtol=1e-3, atol=1e-3), number
+            y -= eta * merged
+            if number == 3:
+                again.load_state_dict(first.state_dict())
+            elif number > 3:
+                assert np.array_equal(again.step(xs, lr=eta)[0]["w"].reshape(-1), merged)
+            kept.append(y.copy())
+        assert np.allclose(x, y, atol=1e-3)
+        return kept[-1]
+
+    corrected, plain = trained(True), trained(False)
+    assert np.linalg.norm(corrected - plain) > 0.1 * np.linalg.norm(plain)
+
+
 @pytest.mark.parametrize("beta", [1.0, 0.9])
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.1])
 def test_ecq_sgd(alpha, beta):

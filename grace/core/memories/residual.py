@@ -10,7 +10,7 @@ from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
-from grace.core.methods.memory import Compensated, Memory, check_clipping, clip
+from grace.core.methods.memory import Compensated, Memory, check_clipping, clip, fallen_by
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -98,12 +98,8 @@ class Residual(Memory):
         ops, dtype, rest = at.ops, at.spec.work_dtype, {}
         residual, grad = state["residual"], clip(grad, self.gradient_clipping, at)
         if self.lr_correction:
-            lr = ops.full(1, at.lr, "float64")
-            # A learning rate of zero applies nothing, and the first step has no earlier rate to correct for.
-            known = ops.bit_and(lr > 0, state["lr"] > 0)
-            factor = ops.where(known, state["lr"] / ops.where(known, lr, 1.0), 1.0)
+            factor, rest["lr"] = fallen_by(state["lr"], at)
             residual = residual * ops.cast(factor, dtype)
-            rest = {"lr": ops.where(lr > 0, lr, state["lr"])}
         if self.momentum:
             rest["momentum"] = ops.weighted_sum(state["momentum"], self.momentum, grad, 1)
             grad = ops.weighted_sum(rest["momentum"], self.momentum, grad, 1)

@@ -173,6 +173,16 @@ def clip(grad: Array, bound: float | None, at: Site, norm: Array | None = None) 
     return grad * ops.cast(factor, at.spec.work_dtype)
 
 
+def fallen_by(last: Array, at: Site) -> tuple[Array, Array]:
+    """Return the quotient of the last learning rate and this one, and the new last one: float64 arrays of one element.
+
+    A learning rate of zero applies nothing, and the first step has no earlier rate: then the quotient is 1.
+    """
+    ops, lr = at.ops, at.ops.full(1, at.lr, "float64")
+    known = ops.bit_and(lr > 0, last > 0)
+    return ops.where(known, last / ops.where(known, lr, 1.0), 1.0), ops.where(lr > 0, lr, last)
+
+
 def wide_norm(ops: ArrayOps, grad: Array) -> Array:
     """Return the norm as a 0-d float64 array, because that of large float32 numbers overflows."""
     return ops.norm(ops.cast(grad, "float64"))
