@@ -1,0 +1,35 @@
+"""Ranks that take outer steps, lose one of them, and go on from what they have saved: with the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.support.covering import ALL
+from tests.support.launch import ROOT, TORCH, command, environment
+from tests.support.ranks import forked
+
+pytestmark = pytest.mark.distributed
+
+# Inner steps of two periods, counted from 0, in which a rank is lost: here one that has sent a change.
+LOST = range(12) if ALL else (2,)
+
+
+def test_a_rank_may_be_killed_at_any_step_of_two_periods(tmp_path):
+    """Real ranks, which are started again and go on from what they have saved: their bits are those of a simulation."""
+    torchrun = [*forked("tests.support.torchrun", 1), *command("torchrun", 2)[1:], *forked(TORCH, 2, "run")]
+    script = f"{ROOT}/tests/adapters/torch/killed_outer_steps.py"
+    for step in (*LOST, -1):
+        done = subprocess.run(
+            [*torchrun, script, str(tmp_path), str(step)],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert (done.returncode == 0) == (step < 0), done.stdout + done.stderr
+        assert step < 0 or (tmp_path / f"killed {step}").exists(), done.stdout + done.stderr
+    assert [(tmp_path / f"result {rank}").read_text() for rank in range(2)] == ["True", "True"]
