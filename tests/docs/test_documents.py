@@ -140,7 +140,7 @@ def test_the_configuration_of_a_paper_takes_a_step(paper, tmp_path):
 
 def test_the_table_of_papers_has_them_all():
     expected = "DoubleSqueeze, dist-EF-SGD, DORE, 1-bit Adam, STC, Ok-Topk, SparCML, gTop-k, HiTopKComm, ZeRO++, EF21, "
-    expected += "EC-SGD-DIANA, EF21-SGDM, dist-EF-blockSGD, GMC, ECQ-SGD, LoCo, SEGA, FedZip, C-Coll, "
+    expected += "LAG, LAQ, CLAG, EC-SGD-DIANA, EF21-SGDM, dist-EF-blockSGD, GMC, ECQ-SGD, LoCo, SEGA, FedZip, C-Coll, "
     expected += "parameter server, Optimus-CC, coordinate-wise median, trimmed mean, IBCD"
     assert list(papers()) == expected.split(", ")
 

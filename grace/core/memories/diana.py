@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.memory import Compensated, Memory, wide_norm
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
+
+# So many results tell a lazy rank what is new, as in the papers.
+_LATEST = 10
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Diana(_Shifted):
         return {**new, "residual": compressor.residual_(x_, payload, at)} if self.feedback else new
 
 
-@memories.register("ef21", About(tests=[{"momentum": 0.5}]))
+@memories.register("ef21", About(tests=[{"momentum": 0.5}, {"lazy": 0.1}]))
 @dataclass(frozen=True)
 class EF21(_Shifted):
     r"""Gradient as the other ranks know it: compresses what it lacks. For contractions, such as topk.
@@ -117,22 +120,32 @@ class EF21(_Shifted):
     which averages their noise before it is compressed (EF21-SGDM). It takes one more buffer, and the place of the
     optimizer's momentum.
 
+    With `lazy` xi, a rank that has nothing new to say compresses zeros, so that h_i stays (LAG, and LAQ with a
+    quantizer): if |x_i|^2 \le \xi \sum_{d=1}^{10} |\bar g_{t-d}|^2. Norms are those of what is compressed as one.
+
     It is the memory `diana` with `alpha` = 1. No bound on how much the gradients of the ranks differ is needed. An
     unbiased method that is no contraction lets h_i grow: use `diana` with a small alpha. The memory takes two buffers
     of the gradient's size.
 
     Reference: Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
     error feedback", NeurIPS 2021, Algorithm 2; momentum: Fatkhullin, Tyurin and Richtarik, "Momentum provably improves
-    error feedback!", NeurIPS 2023, Algorithm 1.
+    error feedback!", NeurIPS 2023, Algorithm 1; lazy: Chen, Giannakis, Sun and Yin, "LAG: lazily aggregated gradient
+    for communication-efficient distributed learning", NeurIPS 2018, equation 7a.
     """
 
     momentum: float = 0.0
+    lazy: float = 0.0
 
     pace = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory ef21: momentum must lie in [0, 1), received {self.momentum!r}.")
+        if not 0 <= self.lazy < 1:
+            raise ConfigError(
+                "memory ef21: lazy, the factor of the latest squared norms, must lie in [0, 1), "
+                f"received {self.lazy!r}."
+            )
 
     @property
     def accelerates(self) -> bool:
@@ -140,13 +153,28 @@ class EF21(_Shifted):
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         mean = {"running_mean": ops.zeros(spec.numel, spec.work_dtype)} if self.momentum else {}
-        return {**super().init(spec, ops), **mean}
+        norms = {"squared_norms": ops.zeros(_LATEST, "float64")} if self.lazy else {}
+        return {**super().init(spec, ops), **mean, **norms}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        if not self.momentum:
-            return super().compensate(grad, state, at)
-        mean = at.ops.weighted_sum(state["running_mean"], self.momentum, grad, 1 - self.momentum)
-        return super().compensate(mean, {**state, "running_mean": mean}, at)
+        ops = at.ops
+        if self.momentum:
+            grad = ops.weighted_sum(state["running_mean"], self.momentum, grad, 1 - self.momentum)
+            state = {**state, "running_mean": grad}
+        x, state, finite = super().compensate(grad, state, at)
+        if self.lazy:
+            norm, news = wide_norm(ops, x), x
+            # False for NaN, which must go on to the check.
+            silent = norm * norm <= self.lazy * ops.sum(state["squared_norms"])
+            x = ops.choose(silent, lambda: ops.zeros(at.spec.numel, at.spec.work_dtype), lambda: news)
+        return Compensated(x, state, finite)
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        ops, (result, state) = at.ops, super().finish(merged, state, at)
+        if self.lazy:
+            norm = ops.reshape(wide_norm(ops, result), (1,))
+            state = {**state, "squared_norms": ops.concat([norm * norm, state["squared_norms"][:-1]])}
+        return result, state
 
 
 def check_alpha(name: str, alpha: float) -> None:

@@ -1,0 +1,111 @@
+"""Lazily aggregated gradients (LAG, LAQ, CLAG): the memory `ef21` with `lazy`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import grace
+from tests.papers.common import send
+
+N, XI = 400, 0.1
+# Methods whose payload of zeros is short, and what it takes in bytes at most.
+EXACT = {"compressor": {"name": "threshold", "threshold": 0.0}, "coding": {"indices": "bitmap"}}
+QUANTIZED = {"compressor": {"name": "blockwise", "format": "int8", "bucket_size": 0}, "coding": "smallest"}
+SPARSE = {"compressor": {"name": "sidco", "compress_ratio": 0.1}}
+
+
+def started(ranks, **config):
+    options = {"memory": {"name": "ef21", "lazy": XI}, "communicator": "allgather", "default_rules": False}
+    return grace.Simulation(ranks, {"w": (N,)}, {**options, **config})
+
+
+def problem(ranks):
+    """Return curvatures and optima of the ranks' quadratics. Those of later ranks change faster."""
+    random = np.random.default_rng(3)
+    return 4.0 ** -np.arange(ranks)[::-1, None] * random.uniform(0.5, 1, (ranks, N)), random.standard_normal((ranks, N))
+
+
+def descend(simulation, steps, eta=0.5, again=None):
+    """Return distances to the optimum, the bytes of each rank in each step, and the merged gradients with their xs."""
+    curvature, target = problem(len(simulation.runs))
+    best = (curvature * target).sum(axis=0) / curvature.sum(axis=0)
+    x, found, sent, merged = np.zeros(N), [], [], []
+    for number in range(steps):
+        found.append(np.linalg.norm(x - best) / np.linalg.norm(best))
+        given = curvature * (x - target)
+        mine = [{"w": g.astype(np.float32)} for g in given]
+        result = simulation.step(mine)[0]["w"]
+        if again is not None and number == steps // 2:
+            again.load_state_dict(simulation.state_dict())
+        elif again is not None and number > steps // 2:
+            assert np.array_equal(again.step(mine)[0]["w"], result)
+        sent.append([run.stats()["tensors"]["w"]["wire_bytes"] for run in simulation.runs])
+        merged.append((given, result))
+        x = x - eta * result
+    return np.array(found), np.array(sent), merged
+
+
+def recursion(compress, gradients):
+    """Yield LAG-WK's results, and which ranks upload.
+
+    Equation 7a, where a step moves the weights by eta times the mean: rank i uploads if |g_i - h_i|^2 is above
+    xi times the sum of the last ten |mean h|^2.
+    """
+    held, norms = None, []
+    for given in gradients:
+        held = np.zeros_like(given) if held is None else held
+        news = given - held
+        uploads = np.sum(news**2, axis=1) > XI * sum(norms[-10:])
+        held = held + np.array([compress(x) if says else 0 * x for x, says in zip(news, uploads, strict=True)])
+        result = held.mean(axis=0)
+        norms.append(np.sum(result**2))
+        yield result, uploads
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("config", [EXACT, QUANTIZED, SPARSE], ids=["LAG", "LAQ", "CLAG"])
+def test_the_trigger_and_the_update(config, ranks):
+    simulation, again = started(ranks, **config), started(ranks, **config)
+    _, sent, merged = descend(simulation, 60, again=again)
+    sidco = simulation.plan.assignments[0].compressor
+    compress = {
+        id(EXACT): lambda x: x,
+        id(QUANTIZED): lambda x: np.rint(127 * x / np.abs(x).max()) * np.abs(x).max() / 127,
+        id(SPARSE): lambda x: send(sidco, x.astype(np.float32)),
+    }[id(config)]
+    expected, silent = recursion(compress, [given for given, _ in merged]), []
+    for (_, result), (reference, uploads), nbytes in zip(merged, expected, sent, strict=True):
+        np.testing.assert_allclose(result, reference, rtol=1e-3, atol=1e-3 * np.abs(merged[0][1]).max())
+        silent.append(~uploads)
+        # A header, and not much more.
+        assert (nbytes[~uploads] < 100).all()
+        assert (nbytes[uploads] > 100).all()
+    silent = np.array(silent)
+    assert not silent[0].any()
+    assert 0.2 < silent.mean() < 0.95
+
+
+@pytest.mark.parametrize("config", [EXACT, QUANTIZED], ids=["LAG", "LAQ"])
+def test_it_converges_as_gradient_descent_with_fewer_bytes(config):
+    """Theorem 1: the linear rate stays. Ranks whose gradients change slowly upload rarely."""
+    lazy, sent, _ = descend(started(4, **config), 120)
+    eager, all_sent, _ = descend(started(4, **config, memory="ef21"), 120)
+    assert eager[-1] < 1e-2
+    assert lazy[-1] < 2 * eager[-1]
+    assert sent.sum() < 0.5 * all_sent.sum()
+    uploads = (sent > 100).mean(axis=0)
+    assert uploads[0] < 0.6 * uploads[-1]
+
+
+@pytest.mark.parametrize("lazy", [-0.1, 1.0])
+def test_a_factor_that_never_lets_a_rank_speak_is_refused(lazy):
+    with pytest.raises(grace.errors.ConfigError, match=r"lazy, the factor of the latest squared norms"):
+        grace.make_config(compressor="topk", memory={"name": "ef21", "lazy": lazy})
+
+
+def test_nan_is_no_silence():
+    simulation = started(3, **QUANTIZED)
+    x = np.ones(N, np.float32)
+    simulation.step([{"w": x}] * 3)
+    assert np.isnan(simulation.step([{"w": x}, {"w": x * np.nan}, {"w": x}])[0]["w"]).all()
