@@ -189,9 +189,9 @@ def save(path, rows, origins):
     """Write all runs, in the order of methods, steps and seeds."""
     order = list(METHODS)
     seeds = sorted({row["seed"] for row in rows})
-    what = "Validation loss of a character transformer of 826,000 parameters on 4 simulated ranks, seeds "
+    what = "Validation loss of a character transformer of 826,000 parameters on 4 simulated ranks, seed"
     data = {
-        "what": what + ", ".join(map(str, seeds)),
+        "what": f"{what}{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
         "compute": COMPUTE,
         "link": LINK,
         "every": EVERY,

@@ -29,6 +29,7 @@ import methods  # noqa: F401
 import moved_bytes  # noqa: F401
 import numpy as np
 import outer  # noqa: F401
+import outer_runs  # noqa: F401
 import quoted
 import recommended  # noqa: F401
 import reference  # noqa: F401

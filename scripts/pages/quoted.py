@@ -22,6 +22,7 @@ from typing import Any
 
 import measurements
 import numpy as np
+import outer_runs
 import study_findings
 import study_tables
 from registry import ROOT
@@ -227,6 +228,23 @@ def outer_steps() -> Values:
         yield f"{name}_apart", f"{share[what, 'mf_adam']:.0f}"
     rare = [what for what in study_tables.study.OUTER if "25 steps" in what]
     assert all(share[what, task] < 95 for what in rare for task in ("mf_adam", "transformer")), "short runs suffer"
+    yield from million()
+
+
+def million() -> Values:
+    """Yield what the page on outer steps says of the runs with 600 steps."""
+    steps, plain = 600, outer_runs.PLAIN
+    for name, method, other in (("diloco_behind", "DiLoCo", plain), ("sparse_behind", "SparseLoCo", "DiLoCo")):
+        yield name, f"{np.mean(outer_runs.behind(method, steps, other=other)):.1f}"
+    sparse = outer_runs.runs("SparseLoCo", steps)[0]
+    end = outer_runs.seconds(sparse, steps, sparse["curve"][-1][2])
+    slow = outer_runs.loss_at(plain, steps, end)
+    assert slow > sparse["loss"], "at equal time, SparseLoCo is ahead"
+    yield "sparse_end", f"{end:.0f}"
+    yield "sparse_loss", f"{sparse['loss']:.2f}"
+    yield "plain_loss", f"{slow:.2f}"
+    assert 4000 < outer_runs.fewer("SparseLoCo") < 6000, "at least 4,000 times fewer bytes"
+    yield "sparse_fewer", f"{outer_runs.fewer('SparseLoCo'):,.0f}"
 
 
 @quoted

@@ -24,6 +24,7 @@ PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*
 FIGURES = ["docs/figures/timeline.svg", "docs/figures/errors_normal.svg", "docs/figures/errors_recorded.svg"]
 FIGURES += [f"docs/figures/break_even_{ranks}.svg" for ranks in (2, 4, 8, 16)]
 FIGURES += [f"docs/figures/step_time_{link}.svg" for link in ("1gbit", "10gbit")]
+FIGURES += [f"docs/figures/outer_{over}.svg" for over in ("bytes", "time")]
 FIGURES += [f"docs/methods/figures/{name}.png" for family in FAMILIES for name in family.methods]
 # What Sphinx understands, and plain Markdown shows as it is.
 SPHINX = {
