@@ -32,10 +32,11 @@ def check_graph(outer: OuterSteps, where: str) -> None:
         or outer.dense_every
         or outer.local_error
         or outer.pairs
+        or outer.clip
     ):
         raise ConfigError(
             f"{where}: a TensorFlow graph exchanges all variables of all ranks at once and waits for the result, so "
-            "fragments, delay, participation, relevance, variates, dense_every, local_error and pairs are not "
+            "fragments, delay, participation, relevance, variates, dense_every, local_error, pairs and clip are not "
             f"supported, received {outer}; leave them out."
         )
     if outer.adapt == "loss" or outer.state == "reset":

@@ -168,7 +168,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 def test_what_no_graph_can_do_is_refused(launch):
     for errors in scenario("tf_outer_refusals", launch):
         assert all("adapt = 'loss' and state = 'reset' are not supported" in error for error in errors[:2]), errors
-        told = "fragments, delay, participation, relevance, variates, dense_every, local_error and pairs are not"
+        told = "fragments, delay, participation, relevance, variates, dense_every, local_error, pairs and clip are not"
         assert all(told in error for error in errors[2:4]), errors
         assert "backward_passes_per_step would have no effect" in errors[4]
         assert "it exchanges gradients and cannot take outer steps" in errors[5]

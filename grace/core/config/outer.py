@@ -47,6 +47,8 @@ _FOREIGN = {
     **dict.fromkeys(("movingrate", "elasticity"), "pull"),
     **dict.fromkeys(("clientfraction", "fraction", "fractionfit", "samplerate"), "participation"),
     **dict.fromkeys(("weights", "numsamples", "samples", "numexamples"), "weight"),
+    **dict.fromkeys(("maxgradnorm", "l2normclip", "clippingnorm"), "clip"),
+    **dict.fromkeys(("noisemultiplier",), "noise"),
     **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
     **dict.fromkeys(("optimizerstatepolicy", "averageoptstatistics", "states"), "state"),
 }
@@ -83,7 +85,9 @@ class OuterSteps:
     on with the common weights less what the compressor has dropped of its change, so that it is in the next one. With
     `relevance`, a rank contributes to a meeting only if the signs of so many of its changes, as a share, are those of
     the last mean change. With `pairs`, each rank meets one other, drawn each time; each has weights after a meeting and
-    states of the outer optimizer of its own, and the change is from these to the mean weights of the pair.
+    states of the outer optimizer of its own, and the change is from these to the mean weights of the pair. `clip` is
+    the largest norm of a change that a rank sends, over all tensors that meet at once; 0 is no limit. `noise` times
+    `clip` is the standard deviation of normal noise that a rank adds to each element.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -104,6 +108,8 @@ class OuterSteps:
     local_error: bool = False
     relevance: float = 0.0
     pairs: bool = False
+    clip: float = 0.0
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -129,6 +135,7 @@ class OuterSteps:
                     f"received {rounds!r}."
                 )
         self._check_shares()
+        self._check_noise()
         self._check_phases()
 
     def _check_shares(self) -> None:
@@ -181,6 +188,24 @@ class OuterSteps:
             raise ConfigError(
                 "outer: the first rank may be out of a meeting, or have a weight of its own; set buffers = 'average' "
                 "or 'local' with participation and weight."
+            )
+
+    def _check_noise(self) -> None:
+        if self.clip < 0 or self.noise < 0 or (self.noise and not self.clip):
+            raise ConfigError(
+                "outer: clip is a norm, and noise a factor of it; both must be at least 0, and noise needs clip, "
+                f"received clip = {self.clip!r} and noise = {self.noise!r}."
+            )
+        if self.clip and (self.pairs or self.local_error):
+            raise ConfigError(
+                f"outer: clip = {self.clip:g} limits what weights have moved, and pairs exchange the weights, while "
+                "local_error keeps in them what was not sent; leave one of them out."
+            )
+        if self.noise and (self.adapt == "loss" or self.state != "local" or self.buffers != "local"):
+            raise ConfigError(
+                "outer: with noise, what a rank sends beside would not be hidden, such as losses, states and buffers; "
+                f"set buffers = 'local', state = 'local' and a number as adapt, received buffers = {self.buffers!r}, "
+                f"state = {self.state!r} and adapt = {self.adapt!r}."
             )
 
     def _check_phases(self) -> None:
@@ -359,6 +384,10 @@ class OuterSteps:
             parts.append("control variates")
         if self.local_error:
             parts.append("what the compressor drops stays in the rank's own weights")
+        if self.clip:
+            parts.append(f"norms up to {self.clip:g}")
+        if self.noise:
+            parts.append(f"noise of {self.noise * self.clip:g} per element")
         if self.pairs:
             parts.append("in pairs")
         if self.relevance:

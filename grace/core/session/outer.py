@@ -9,6 +9,7 @@ mean of the weights and a compressor, this is Basu et al., "Qsparse-local-SGD", 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -96,6 +97,9 @@ class OuterRun:
         self._weights = [spec.name for spec in specs if not spec.rounds]
         self._members = modules_of(outer, specs)
         self._rounds = sorted({spec.rounds for spec in specs} - {0})
+        # A secret of this rank: what all ranks know could be subtracted again.
+        self._secret = secrets.SystemRandom().getrandbits(128) if outer.noise else 0
+        self._drawn = 0
         run.keeps_own = outer.variates or outer.local_error
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
@@ -186,6 +190,8 @@ class OuterRun:
                 for name in self._members[module]
                 if name not in resting and name not in OWN
             }
+            if self.outer.clip:
+                changes |= self._private({name: x for name, x in changes.items() if name in state.anchors})
             changes |= self._loss() | self._senders(step, changes)
             flight, self._started = Flight(step, changes), False
         self._state = state._replace(steps=step, flight=flight, rates=rates)
@@ -204,6 +210,22 @@ class OuterRun:
         losses = self.state.losses
         new = losses._replace(total=losses.total + loss, number=losses.number + 1)
         self._state = self.state._replace(losses=new)
+
+    def _private(self, changes: Mapping[str, Array]) -> dict[str, Array]:
+        """Return changes with their common norm limited, and with noise of this rank."""
+        squares = [self._ops(n).sum(self._ops(n).cast(x, "float64") ** 2) for n, x in changes.items()]
+        norm = math.sqrt(sum(map(float, squares)))
+        factor = self.outer.clip / norm if norm > self.outer.clip else 1.0
+        made = {}
+        for name, x in changes.items():
+            ops, spec = self._ops(name), self._specs[name]
+            limited = ops.cast(x, spec.work_dtype) * ops.cast(factor, spec.work_dtype)
+            if self.outer.noise:
+                self._drawn += 1
+                noise = normal(ops, spec.numel, spec.work_dtype, (self._secret, self._drawn))
+                limited = ops.weighted_sum(limited, 1, noise, self.outer.noise * self.outer.clip)
+            made[name] = ops.cast(limited, spec.dtype)
+        return made
 
     def _senders(self, step: int, changes: Mapping[str, Array]) -> dict[str, Array]:
         """Return 1 as a tensor if this rank contributes to a meeting, and 0 if not, if their relevance decides."""
@@ -711,6 +733,15 @@ class OuterRun:
                 total = self._ops(name).weighted_sum(total, 1, state.flight.changes[name], weight)
             changes[name] = total
         return first._replace(flight=first.flight._replace(changes=changes))
+
+
+def normal(ops: ArrayOps, n: int, dtype: str, seed: tuple[int, int]) -> Array:
+    """Return n standard normal numbers."""
+    # Not at the top: a process that only names components needs no array library.
+    import numpy as np
+
+    drawn = np.random.default_rng(seed).standard_normal(n).astype(dtype)
+    return ops.from_bytes(ops.cast(drawn.view(np.uint8), "uint8"), dtype)
 
 
 def _numbers(saved: Any, what: str, keys: Collection[str]) -> dict[str, Any]:

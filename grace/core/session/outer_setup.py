@@ -32,6 +32,12 @@ def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
                 "none; set outer, or leave rounds out."
             )
         return None
+    beside = [spec.name for spec in specs if spec.rounds and spec.name not in OWN]
+    if beside and config.outer.noise:
+        raise ConfigError(
+            f"tensor '{beside[0]}': with noise in outer, what accompanies the weights would not be hidden; leave it "
+            "out, or noise."
+        )
     members = modules_of(config.outer, specs)
     pairs = Pairs(config.seed) if config.outer.pairs else None
     if len(members) == 1 and pairs is None:
