@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 
 import torch
@@ -104,20 +104,18 @@ def buffers_of(module: torch.nn.Module) -> Buffers:
 
 
 def _first_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, where: str) -> Mapping[str, object]:
-    """Return the states of a parameter, or those after a step of a copy of the optimizer with zeros."""
+    """Return the states of a parameter, or those of another optimizer of this class after a step with zeros."""
     if p in optimizer.state:
         return dict(optimizer.state[p])
     other = torch.nn.Parameter(torch.zeros_like(p))
     other.grad = torch.zeros_like(other)
     group = next(group for group in optimizer.param_groups if any(each is p for each in group["params"]))
-    copy = object.__new__(type(optimizer))
-    vars(copy).update(vars(optimizer), param_groups=[{**group, "params": [other]}], state=collections.defaultdict(dict))
-    # Hooks must not take the copy for the optimizer.
-    hooks = [name for name in vars(optimizer) if name.endswith(("step_pre_hooks", "step_post_hooks"))]
-    vars(copy).update({name: type(vars(optimizer)[name])() for name in hooks})
+    options = {**group, "params": [other]}
     try:
-        # Not the method of the instance, which a scheduler may count.
-        type(optimizer).step(copy)
+        # A group has all options. Those that the class calls by the same names may have no default there.
+        needed = inspect.signature(type(optimizer)).parameters.keys() & group.keys() - {"params"}
+        copy = type(optimizer)([options], **{key: group[key] for key in needed})
+        copy.step()
     except Exception as error:
         raise ConfigError(
             f"{where}: the states of {type(optimizer).__name__} are known after its first step only, and a copy of it "
