@@ -264,8 +264,9 @@ def bad_by_fsdp() -> dict[str, Any]:
 def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
     """Continue from a checkpoint, and without a break; also refuse the checkpoint of other modules."""
     data = list(batches(5))
+    config = {**TOPK, "memory": {"name": "lowpass", "residual_dtype": "int8"}}
     model = shard(make(), replicas=replicas)
-    exchange = grace.torch.register(model, {**TOPK, "schedule": [{"step": 3, "compress_ratio": 0.2}]})
+    exchange = grace.torch.register(model, {**config, "schedule": [{"step": 3, "compress_ratio": 0.2}]})
     for batch in data[:2]:
         model.zero_grad()
         backward(model, batch)
@@ -275,7 +276,7 @@ def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
     for again in (False, True):
         if again:
             model = shard(make(), replicas=replicas)
-            exchange = grace.torch.register(model, {**TOPK, "schedule": [{"step": 3, "compress_ratio": 0.2}]})
+            exchange = grace.torch.register(model, {**config, "schedule": [{"step": 3, "compress_ratio": 0.2}]})
             file.seek(0)
             own = exchange.load_state_dict(torch.load(file))
         for batch in data[2:]:
@@ -283,7 +284,7 @@ def resumed_by_fsdp(replicas: int) -> dict[str, Any]:
             backward(model, batch)
         digests.append([digest(local_gradients(model).values()), *states_of(exchange)])
     flat = shard(make(), replicas=replicas, nested=False)
-    other = grace.torch.register(flat, TOPK)
+    other = grace.torch.register(flat, config)
     file.seek(0)
     saved = torch.load(file)
     damaged = {**saved, "tensors": {unit: x for unit, x in saved["tensors"].items() if "middle" not in unit}}
