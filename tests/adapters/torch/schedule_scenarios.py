@@ -206,6 +206,11 @@ OUTER = {
         {"every": 6, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 2, "alpha": 0.5, "warmup": 1},
     ),
     "update": ({"compressor": "efsignsgd", **EVERYTHING}, "update"),
+    "local error": (
+        {"compressor": "topk", "memory": "none", **EVERYTHING},
+        {"every": 3, "local_error": True, "dense_every": 3},
+    ),
+    "pairs": ({"compressor": "none"}, {"every": 3, "lr": 0.7, "momentum": 0.3, "pairs": True}),
 }
 
 
