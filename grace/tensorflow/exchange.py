@@ -214,7 +214,14 @@ class Exchange(core.Exchange, tf.Module):
         """Return the run that the exchange has with these ranks, at its start."""
         # A checkpoint has the variables of earlier configurations, too.
         first, *later = (*self.history, self.config)
-        stages = make_plans(self._specs, first, ranks=ranks, prefix=self.prefix, delegate=self._delegate)
+        stages = make_plans(
+            self._specs,
+            first,
+            ranks=ranks,
+            prefix=self.prefix,
+            delegate=self._delegate,
+            modules=self._modules_for(ranks),
+        )
         run = VariableRun(stages, make_variable, seed=first.seed, rank=self.rank, ranks=ranks)
         for number, config in enumerate(later, 1):
             run.change(self._plan_after(run.plan, config, number, ranks))
@@ -481,19 +488,21 @@ class Exchange(core.Exchange, tf.Module):
         absent: frozenset[int] = frozenset(),
         loss_scale: tf.Tensor | None = None,
         zeros: bool = False,
+        only: frozenset[int] | None = None,
     ) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`. A gradient that is None on all ranks stays None.
 
         With `zeros` in the first step, None on all ranks means a dense gradient of zeros, in later steps as well.
         `absent` holds the indices of variables that this step does not train; their memories do not change. With
         `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
-        skips the step; with `rollback = false` in the configuration, they start from zero. The step is traced once, in
-        eager mode and inside a `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. The
-        first call contacts the other ranks. Raises StepError for a wrong number of gradients, or for one that no rank
-        had in the first step, ConfigError inside `jit_compile=True`, and MismatchError on every rank if the ranks
-        differ.
+        skips the step; with `rollback = false` in the configuration, they start from zero. With `only`, a fragment of
+        outer steps meets: the variables with these indices; what is passed of others comes back. The step is traced
+        once, in eager mode and inside a `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first
+        step. The first call contacts the other ranks. Raises StepError for a wrong number of gradients, or for one that
+        no rank had in the first step, ConfigError inside `jit_compile=True`, and MismatchError on every rank if the
+        ranks differ.
         """
-        return self._agreed(gradients, zeros)(gradients, absent, loss_scale)
+        return self._agreed(gradients, zeros)(gradients, absent, loss_scale, only)
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks. All ranks must call it, after `filled`."""

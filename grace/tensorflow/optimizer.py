@@ -186,7 +186,7 @@ def _check_passes(optimizer: Any, passes: int) -> None:
 
 
 def _check_outer(optimizer: Any, exchange: Exchange, passes: int, size: int) -> None:
-    check_graph(exchange.config.outer, _WHERE)
+    check_graph(exchange.config, _WHERE)
     check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average, size=size)
     refuse_arguments_of_gradients(
         _WHERE,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from grace.core.config.config import Config
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
 from grace.core.session.outer_setup import check_outer, rounds_of_states
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 MakeVariable = Callable[[str, tf.Tensor], tf.Variable]
 
 
-def check_graph(outer: OuterSteps, where: str) -> None:
+def check_graph(config: Config, where: str) -> None:
     """Raise ConfigError for outer steps that a Keras optimizer cannot take."""
+    outer = config.outer
+    assert outer is not None
     if (
-        outer.count > 1
-        or outer.delay
+        outer.delay
         or outer.participation < 1
         or outer.relevance
         or outer.variates
@@ -35,9 +37,14 @@ def check_graph(outer: OuterSteps, where: str) -> None:
         or outer.clip
     ):
         raise ConfigError(
-            f"{where}: a TensorFlow graph exchanges all variables of all ranks at once and waits for the result, so "
-            "fragments, delay, participation, relevance, variates, dense_every, local_error, pairs and clip are not "
-            f"supported, received {outer}; leave them out."
+            f"{where}: a TensorFlow graph exchanges with all ranks and waits for the result, so delay, participation, "
+            "relevance, variates, dense_every, local_error, pairs and clip are not supported, received "
+            f"{outer}; leave them out."
+        )
+    if outer.count > 1 and len(config.stages) > 1:
+        raise ConfigError(
+            f"{where}: the fragments of a TensorFlow graph share one count of meetings, and a schedule needs that of "
+            "each; leave schedule and warmup_steps, or fragments, out."
         )
     if outer.adapt == "loss" or outer.state == "reset":
         raise ConfigError(
@@ -45,14 +52,6 @@ def check_graph(outer: OuterSteps, where: str) -> None:
             f"counts on; so adapt = 'loss' and state = 'reset' are not supported, received {outer}; use a number as "
             "adapt, and state = 'average' or 'local'."
         )
-
-
-def meets(outer: OuterSteps, steps: tf.Tensor) -> tf.Tensor:
-    """Return whether the ranks meet after an inner step, as `OuterSteps.meetings` does."""
-    found, ends = steps <= outer.warmup, [start for start, _ in outer.phases[1:]]
-    for (start, every), end in zip(outer.phases, [*ends, steps.dtype.max], strict=True):
-        found |= (steps > start) & (steps <= end) & ((steps - start) % every == 0)
-    return found & (steps > 0)
 
 
 def states_of(optimizer: Any) -> list[tuple[str, tf.Variable]]:
@@ -83,6 +82,8 @@ class OuterVariables:
         self, outer: OuterSteps, specs: Sequence[TensorSpec], optimizer: Any, make_variable: MakeVariable, where: str
     ) -> None:
         self.outer, self._specs, self._where = outer, specs, where
+        places = {spec.name: i for i, spec in enumerate(specs)}
+        self._fragments = [[places[name] for name in names] for names in outer.divide(specs)]
         variables, states = [inside(v) for v in optimizer._trainable_variables], states_of(optimizer)
         rounds = rounds_of_states(outer, [key for key, _ in states], optimizer._plain.__name__, where)
         self._states = [(v, rounds[key]) for key, v in states if key in rounds]
@@ -106,14 +107,15 @@ class OuterVariables:
         """Read the weights again where they are those of the last meeting; they may have been loaded or broadcast."""
         taken = tf.cast(steps, tf.int64)
         exact = taken <= self.outer.warmup if self.outer.keeps_own else tf.constant(True)
-        just_met = taken == self._met if self.outer.adapt else meets(self.outer, taken)
+        for fragment, members in enumerate(self._fragments):
+            just_met = taken == self._met if self.outer.adapt else self.outer.meets(taken, fragment)
 
-        def read() -> tf.Tensor:
-            for anchor, v in zip(self.anchors, variables, strict=True):
-                anchor.assign(v)
-            return tf.constant(True)
+            def read(members: Sequence[int] = members) -> tf.Tensor:
+                for i in members:
+                    self.anchors[i].assign(variables[i])
+                return tf.constant(True)
 
-        tf.cond((taken == 0) | (just_met & exact), read, lambda: tf.constant(False))
+            tf.cond((taken == 0) | (just_met & exact), read, lambda: tf.constant(False))
 
     def after(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: OptimizerExchange) -> None:
         """Exchange what the weights have moved and write new ones, if the ranks meet after this inner step."""
@@ -132,10 +134,13 @@ class OuterVariables:
                 v.assign(new)
             return tf.constant(True)
 
-        def meet() -> tf.Tensor:
-            moved = [anchor - v for anchor, v in zip(self.anchors, variables, strict=True)]
-            for i, (v, x) in enumerate(zip(variables, exchange(weighted(moved)), strict=True)):
-                self._meet(i, v, tf.convert_to_tensor(x), warming)
+        def meet(members: Sequence[int], last: bool) -> tf.Tensor:
+            moved = dict(zip(members, weighted([self.anchors[i] - variables[i] for i in members]), strict=True))
+            merged = exchange([moved.get(i) for i in range(len(variables))], only=frozenset(members))
+            for i in members:
+                self._meet(i, variables[i], tf.convert_to_tensor(merged[i]), warming)
+            if not last:
+                return tf.constant(True)
             if self._rounds is not None:
                 self._met.assign(taken)
                 self._rounds.assign_add(1)
@@ -145,7 +150,9 @@ class OuterVariables:
                 tf.cond(now, due, lambda: tf.constant(False))
             return mean(buffers, "buffer")
 
-        tf.cond(self._meets(taken), meet, lambda: tf.constant(False))
+        for fragment, members in enumerate(self._fragments):
+            meeting = functools.partial(meet, members, members is self._fragments[-1])
+            tf.cond(self._meets(taken, fragment), meeting, lambda: tf.constant(False))
 
     def _meet(self, i: int, variable: tf.Variable, mean: tf.Tensor, warming: tf.Tensor) -> None:
         spec, anchor, kept = self._specs[i], self.anchors[i], self._kept[i]
@@ -164,10 +171,10 @@ class OuterVariables:
         for key, v in kept.items():
             v.assign(after[key])
 
-    def _meets(self, taken: tf.Tensor) -> tf.Tensor:
-        """Return whether the ranks meet after this inner step."""
+    def _meets(self, taken: tf.Tensor, fragment: int) -> tf.Tensor:
+        """Return whether a fragment meets after this inner step."""
         if not self.outer.adapt:
-            return meets(self.outer, taken)
+            return self.outer.meets(taken, fragment)
         after = tf.cast(self._rounds - self.outer.warmup, tf.float64)
         # As `OuterSteps.period`; in the warm-up the ranks meet anyway.
         period = tf.math.ceil((1 + self.outer.adapt * after) * self.outer.phases[-1][1] - 1e-9)

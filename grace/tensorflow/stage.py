@@ -56,10 +56,12 @@ class Stage:
 
     def read(self) -> dict[str, UnitStates]:
         """Return the states of all units."""
-        return {
-            name: {kind: {key: x.variable.read_value() for key, x in state.items()} for kind, state in states.items()}
-            for name, states in self.variables.items()
-        }
+        return {name: self.read_unit(name) for name in self.variables}
+
+    def read_unit(self, name: str) -> UnitStates:
+        """Return the states of a unit."""
+        states = self.variables[name]
+        return {kind: {key: x.variable.read_value() for key, x in state.items()} for kind, state in states.items()}
 
     def write(self, units: Mapping[str, UnitStates]) -> None:
         """Assign new states of units."""

@@ -42,12 +42,15 @@ class GraphStep:
         # The graph of a step that compresses nothing, and the stages that it was traced for.
         self._mean_step: tuple[list[Stage], Any] | None = None
 
-    def _trace(self, absent: frozenset[int], scale: tf.DType | None) -> Any:
-        """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not."""
+    def _trace(self, absent: frozenset[int], scale: tf.DType | None, only: frozenset[int] | None) -> Any:
+        """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
+
+        With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps.
+        """
         signature = [signature_of(spec, kind) for spec, kind in self._kinds]
 
         def step(*given: Any) -> list[Gradient]:
-            return self._run(given[: len(signature)], absent, *given[len(signature) :])
+            return self._run(given[: len(signature)], absent, only, *given[len(signature) :])
 
         scales = [] if scale is None else [tf.TensorSpec([], scale)]
         return tf.function(step, input_signature=[*signature, *scales], autograph=False)
@@ -74,7 +77,11 @@ class GraphStep:
         ]
 
     def __call__(
-        self, gradients: Sequence[Gradient | None], absent: frozenset[int], loss_scale: tf.Tensor | None
+        self,
+        gradients: Sequence[Gradient | None],
+        absent: frozenset[int],
+        loss_scale: tf.Tensor | None,
+        only: frozenset[int] | None,
     ) -> list[Gradient | None]:
         """Exchange gradients; see `Exchange.__call__`."""
         given: list[Any] = [
@@ -86,7 +93,7 @@ class GraphStep:
         if self._traced is not self._states.live:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
-        merged = _call(self._graph(absent, None if loss_scale is None else loss_scale.dtype), given)
+        merged = _call(self._graph(absent, None if loss_scale is None else loss_scale.dtype, only), given)
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
@@ -118,15 +125,21 @@ class GraphStep:
         return found
 
     def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool) -> list[tf.Tensor]:
-        """Exchange tensors uncompressed in place of a step; `compares` says whether it compares the replicas."""
+        """Exchange flat tensors uncompressed in place of a step; `compares` says whether it compares the replicas."""
         live = self._states.live
         if self._mean_step is None or self._mean_step[0] is not live:
 
             def step(*given: tf.Tensor) -> list[tf.Tensor]:
                 self._begin(given, compares)
-                merged = self.means(given, "gradient")
-                self._watch.end(merged)
-                return merged
+                merged: dict[int, tf.Tensor] = {}
+                for dtype in sorted({x.dtype for x in given}, key=str):
+                    places = [i for i, x in enumerate(given) if x.dtype == dtype]
+                    # As one tensor: which of several Horovod fuses depends on the time, and with it the order of sums.
+                    (joined,) = self.means([tf.concat([given[i] for i in places], 0)], f"gradient.{dtype.name}")
+                    parts = tf.split(joined, [given[i].shape[0] for i in places])
+                    merged.update(zip(places, parts, strict=True))
+                self._watch.end(list(merged.values()))
+                return [merged[i] for i in range(len(given))]
 
             signature = [tf.TensorSpec(x.shape, x.dtype) for x in tensors]
             self._mean_step = live, tf.function(step, input_signature=signature, autograph=False)
@@ -142,7 +155,11 @@ class GraphStep:
             self._replicas.compare(self._exchange._weights(), run.shared_states, run.counter, self._transport)
 
     def _run(
-        self, gradients: Sequence[Gradient], absent: frozenset[int], loss_scale: tf.Tensor | None = None
+        self,
+        gradients: Sequence[Gradient],
+        absent: frozenset[int],
+        only: frozenset[int] | None,
+        loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
         exchange, transport, run = self._exchange, self._transport, self._states
         rollback = exchange.config.rollback
@@ -153,7 +170,7 @@ class GraphStep:
         before = []
         if absent or loss_scale is not None:
             before = run.snapshot(memories=bool(absent) or rollback)
-        merged = self._select(gradients, exchange._learning_rate())
+        merged = self._select(gradients, exchange._learning_rate(), only)
         results = tf.nest.flatten(merged, expand_composites=True)
         if loss_scale is not None:
             scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
@@ -164,28 +181,34 @@ class GraphStep:
         self._watch.end(results)
         return [None if kind is None else x for (_, kind), x in zip(self._kinds, merged, strict=True)]
 
-    def _select(self, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
+    def _select(
+        self, gradients: Sequence[Gradient], lr: tf.Tensor | None, only: frozenset[int] | None
+    ) -> list[Gradient]:
         """Exchange by the stage that the step number selects. `lr` is the learning rate if it is known."""
         live, step = self._states.live, self._states.counter
-        branches = [functools.partial(self._exchanged, stage, gradients, lr) for stage in live]
+        branches = [functools.partial(self._exchanged, stage, gradients, lr, only) for stage in live]
         if len(live) == 1:
             return branches[0]()
         firsts = tf.constant([stage.first for stage in live[1:]], tf.int64)
         return list(tf.switch_case(tf.reduce_sum(tf.cast(step >= firsts, tf.int32)), branches))
 
-    def _exchanged(self, stage: Stage, gradients: Sequence[Gradient], lr: tf.Tensor | None) -> list[Gradient]:
+    def _exchanged(
+        self, stage: Stage, gradients: Sequence[Gradient], lr: tf.Tensor | None, only: frozenset[int] | None
+    ) -> list[Gradient]:
         exchange, transport = self._exchange, self._transport
         given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
         numbers = {name: number for number, name in enumerate(given)}
-        merged: dict[str, Gradient] = {}
-        for item in stage.plan.delegated:
+        plan, merged = stage.plan, dict[str, Gradient]()
+        if only is not None and len(only) < len(given):
+            plan, merged = plan.only({name for name, i in numbers.items() if i in only}), dict(given)
+        for item in plan.delegated:
             name, x = item.spec.name, given[item.spec.name]
             if isinstance(x, tf.IndexedSlices):
                 stage.note({("rows", name): nbytes(x)})
             predivide, label = exchange.gradient_predivide_factor, f"dense.{numbers[name]}"
             merged[name] = transport.average(x, op=exchange.op, predivide=predivide, name=label)
         step = Step(
-            States([(0, stage.plan)], self._states.counter, stage.read()),
+            States([(0, plan)], self._states.counter, {name: stage.read_unit(name) for name in plan.stateful}),
             tensorflow_ops,
             transport,
             seed=exchange.config.seed,
@@ -194,7 +217,7 @@ class GraphStep:
             track_norms=exchange.track_norms,
             times=exchange.times,
         )
-        for item in stage.plan.exchanged:
+        for item in plan.exchanged:
             step.ready(item.spec.name, given[item.spec.name], lr)
         outcome = step.finish()
         merged.update(outcome.merged)

@@ -168,7 +168,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 def test_what_no_graph_can_do_is_refused(launch):
     for errors in scenario("tf_outer_refusals", launch):
         assert all("adapt = 'loss' and state = 'reset' are not supported" in error for error in errors[:2]), errors
-        told = "fragments, delay, participation, relevance, variates, dense_every, local_error, pairs and clip are not"
+        told = "delay, participation, relevance, variates, dense_every, local_error, pairs and clip are not supported"
         assert all(told in error for error in errors[2:4]), errors
         assert "backward_passes_per_step would have no effect" in errors[4]
         assert "it exchanges gradients and cannot take outer steps" in errors[5]
@@ -177,7 +177,7 @@ def test_what_no_graph_can_do_is_refused(launch):
 @on(TWO_TENSORFLOW)
 def test_states_and_buffers_of_keras_meet_as_well(launch):
     for number, rank in enumerate(scenario("tf_outer_beside", launch)):
-        for name in ("average", "periods", "growing"):
+        for name in ("average", "periods", "growing", "fragments"):
             assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])
             assert rank[name]["resumed"], name
         without, given = rank["loop"]["told"]
@@ -185,6 +185,7 @@ def test_states_and_buffers_of_keras_meet_as_well(launch):
         assert given == ""
         assert rank["loop"]["buffer"] == [1.0] * 5, number
         assert "SGD keeps momentum; name these" in rank["unknown"]
+        assert "share one count of meetings" in rank["schedule"]
 
 
 @on(TORCHRUN)

@@ -272,11 +272,19 @@ class OuterSteps:
 
     def meetings(self, step: int) -> Sequence[int]:
         """Return the fragments whose changes are sent after inner step `step`, without `adapt`; the first step is 1."""
-        if step <= self.warmup:
-            return range(self.count)
-        start, every = next((start, every) for start, every in reversed(self.phases) if start < step)
-        number, off = divmod(step - start, every // self.count)
-        return () if off else ((number - 1) % self.count,)
+        return [fragment for fragment in range(self.count) if self.meets(step, fragment)]
+
+    def meets(self, step: Any, fragment: int = 0) -> Any:
+        """Return whether a fragment's changes are sent after inner step `step`, without `adapt`.
+
+        In a graph, the step is a 0-d array.
+        """
+        found, ends = step <= self.warmup, [start for start, _ in self.phases[1:]]
+        for (start, every), end in itertools.zip_longest(self.phases, ends):
+            turn = (fragment + 1) * (every // self.count) % every
+            now = (step > start) & ((step - start) % every == turn)
+            found = found | (now if end is None else now & (step <= end))
+        return found
 
     @property
     def keeps_own(self) -> bool:

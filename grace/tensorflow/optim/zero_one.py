@@ -12,7 +12,6 @@ import tensorflow as tf
 from grace.core.optim import zero_one
 from grace.tensorflow.gradients import inside
 from grace.tensorflow.optim.exchanging import Exchanging, always, never
-from grace.tensorflow.outer import meets
 
 
 @keras.saving.register_keras_serializable("grace")
@@ -55,7 +54,7 @@ class ZeroOneAdam(Exchanging):
     def _advance(self, gradients: list[tf.Tensor], lr: tf.Tensor, number: tf.Tensor) -> None:
         freeze, numbers = self._freeze_step, range(len(gradients))
         learns = (number == self._learn_at) & (number <= freeze)
-        meets_now = (number <= freeze) | meets(self._meetings, tf.maximum(number - freeze, 0))
+        meets_now = (number <= freeze) | self._meetings.meets(number - freeze)
         count = self._learnt + tf.cast(learns, tf.int64)
         learnt, rate = tf.cast(count, tf.float64), self._rule.rate(lr, tf.cast(number, tf.float64))
         rates = self._rates + rate

@@ -257,12 +257,17 @@ def tf_outer_beside() -> dict[str, Any]:
         "average": ({"every": 2, "state": "average"}, [2, 4, 6, 8]),
         "periods": ({"every": 2, "state": {"momentum": 2}, "buffers": "first"}, [2, 4, 6, 8]),
         "growing": ({"every": 2, "adapt": 0.5, "weight": [1, 3], "buffers": "local"}, [2, 5, 9]),
+        "fragments": ({"every": 4, "fragments": 2, "lr": 0.7, "momentum": 0.9, "alpha": 0.5}, [4, 8]),
     }
     results: dict[str, Any] = {}
     for name, (outer, meetings) in cases.items():
         model, alone = normed(), normed()
-        model.compile(wrap({"compressor": "none"}, keras.optimizers.SGD(0.05, 0.9), outer=outer), "mse")
+        # All elements are sent, but by a compressor.
+        method = {"compressor": "topk", "compress_ratio": 1.0} if name == "fragments" else {"compressor": "none"}
+        model.compile(wrap({**method, **EVERYTHING}, keras.optimizers.SGD(0.05, 0.9), outer=outer), "mse")
         alone.compile(keras.optimizers.SGD(0.05, 0.9), "mse", run_eagerly=True)
+        anchors = [v.numpy() for v in alone.trainable_variables]
+        moved = [np.zeros_like(anchor) for anchor in anchors]
         share = 2 * [1, 3][hvd.rank()] / 4 if "weight" in outer else 1
 
         def mean(v: Any, label: str, factor: float = share) -> None:
@@ -274,14 +279,22 @@ def tf_outer_beside() -> dict[str, Any]:
             for step in range(1, 10):
                 fit(model, 1, start=step - 1)
                 fit(alone, 1, start=step - 1)
+                if name == "fragments" and step % 2 == 0:
+                    # The first one meets in the middle of a period, and the second one at its end.
+                    for i in model.optimizer._outer._fragments[step % 4 == 0]:
+                        v = alone.trainable_variables[i]
+                        change = anchors[i] - hvd.allreduce(v.value, op=hvd.Average, name=f"part.{i}").numpy()
+                        moved[i] = 0.9 * moved[i] + change
+                        anchors[i] = anchors[i] - 0.7 * moved[i]
+                        v.assign(0.5 * v.numpy() + 0.5 * anchors[i])
                 if step in meetings:
-                    for i, v in enumerate(alone.trainable_variables):
+                    for i, v in enumerate(alone.trainable_variables if name != "fragments" else []):
                         mean(v, f"weights.{i}")
                     momenta = alone.optimizer.variables[2:] if name == "average" or step % 4 == 0 else []
-                    for i, v in enumerate(momenta if name != "growing" else []):
+                    for i, v in enumerate(momenta if name in ("average", "periods") else []):
                         mean(v, f"momenta.{i}")
                     for i, v in enumerate(alone.non_trainable_weights if name != "growing" else []):
-                        mean(v, f"buffers.{i}", 1 if name == "average" else 2 * (hvd.rank() == 0))
+                        mean(v, f"buffers.{i}", 2 * (hvd.rank() == 0) if name == "periods" else 1)
                 off.append(distance(model, alone))
                 if step == 5:
                     model.save(path)
@@ -296,6 +309,7 @@ def tf_outer_beside() -> dict[str, Any]:
             in_a_loop.non_trainable_weights[0].assign(tf.fill([5], float(hvd.rank() + 1)))
         told.append(error_of(lambda o=optimizer: by_hand(in_a_loop, applying(o, in_a_loop), 1)))
     results["loop"] = {"told": told, "buffer": in_a_loop.non_trainable_weights[0].numpy().tolist()}
+    results["schedule"] = error_of(lambda: wrap(SCHEDULED, outer={"every": 4, "fragments": 2}))
     results["unknown"] = error_of(
         lambda: wrap({"compressor": "none"}, outer={"state": {"velocity": 2}}).build(in_a_loop.trainable_variables)
     )
@@ -307,7 +321,7 @@ def tf_outer_refusals() -> list[str]:
     return [
         error_of(lambda: wrap(FIRST, outer={"every": 4, "adapt": "loss"})),
         error_of(lambda: wrap(FIRST, outer={"every": 4, "state": "reset"})),
-        error_of(lambda: wrap(FIRST, outer={"every": 4, "fragments": 2})),
+        error_of(lambda: wrap(FIRST, outer={"every": 4, "participation": 0.5})),
         error_of(lambda: wrap(FIRST, outer="streaming_diloco")),
         error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
         error_of(lambda: DistributedGradientTape(tf.GradientTape(), config={**FIRST, "outer": "diloco"})),
