@@ -234,7 +234,12 @@ def outer_steps() -> Values:
 def million() -> Values:
     """Yield what the page on outer steps says of the runs with 600 steps."""
     steps, plain = 600, outer_runs.PLAIN
-    for name, method, other in (("diloco_behind", "DiLoCo", plain), ("sparse_behind", "SparseLoCo", "DiLoCo")):
+    for name, method, other in (
+        ("diloco_behind", "DiLoCo", plain),
+        ("local_behind", "local SGD", plain),
+        ("one_bit_above", "1-bit Adam", plain),
+        ("sparse_behind", "SparseLoCo", "DiLoCo"),
+    ):
         yield name, f"{np.mean(outer_runs.behind(method, steps, other=other)):.1f}"
     sparse = outer_runs.runs("SparseLoCo", steps)[0]
     end = outer_runs.seconds(sparse, steps, sparse["curve"][-1][2])
@@ -243,6 +248,11 @@ def million() -> Values:
     yield "sparse_end", f"{end:.0f}"
     yield "sparse_loss", f"{sparse['loss']:.2f}"
     yield "plain_loss", f"{slow:.2f}"
+    one_bit = outer_runs.runs("1-bit Adam", steps)[0]
+    # A fifth of the steps is the second of ten points of the curve.
+    (warm, _, before), (last, _, after) = one_bit["curve"][1], one_bit["curve"][-1]
+    dense = outer_runs.runs(plain, steps)[0]["link_bytes"]
+    yield "one_bit_fewer", f"{dense * (last - warm) / (after - before):.0f}"
     assert 4000 < outer_runs.fewer("SparseLoCo") < 6000, "at least 4,000 times fewer bytes"
     yield "sparse_fewer", f"{outer_runs.fewer('SparseLoCo'):,.0f}"
 
