@@ -89,7 +89,7 @@ def fit(config, seed, images, labels):
     torch.manual_seed(seed)
     method, network = grace.make_config(config).method, ResNet(1, (8, 16, 32), 1, 10)
     lr = LR if method.compressor.averages else SIGNS_LR
-    momentum = 0.0 if method.memory.accelerates else MOMENTUM
+    momentum = 0.0 if "no_momentum" in method.memory.needs else MOMENTUM
     optimizer = torch.optim.SGD(network.parameters(), lr, momentum)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, STEPS, pct_start=0.2, cycle_momentum=False)
     entry, order = GradientCompressor(config=config), torch.empty(0, dtype=torch.long)

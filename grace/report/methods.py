@@ -64,7 +64,7 @@ class Method(NamedTuple):
     @property
     def accelerates(self) -> bool:
         """True if the memory has momentum, so that the optimizer must have none."""
-        return self.made.method.memory.accelerates
+        return "no_momentum" in self.made.method.memory.needs
 
 
 def methods() -> dict[str, Method]:

@@ -14,6 +14,7 @@ from grace.core.config.config import Config, Method
 from grace.core.config.registry import compressors, memories
 from grace.core.errors import GraceWarning, IncompatibleError
 from grace.core.methods.communicator import Communicator
+from grace.core.methods.memory import keeps_nothing
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, Unit
 from grace.core.session.simulation import Simulation
@@ -211,7 +212,7 @@ def _holding(unit: Unit) -> Unit:
     onward = unit.onward
     if onward is None:
         return unit
-    if onward.memory.stateless:
+    if keeps_nothing(onward.memory):
         method = dataclasses.replace(onward.method, memory=memories.make("residual"))
         onward = dataclasses.replace(onward, method=method)
     return dataclasses.replace(unit, onward=_holding(onward))

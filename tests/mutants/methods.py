@@ -575,6 +575,5 @@ class RefusesSilently(DGCMemory):
 
 @breaks("test_state_starts_at_zero")
 @dataclass(frozen=True)
-class StatefulButDeclaredStateless(NoMemory):
-    def init(self, spec, ops):
-        return {"residual": ops.zeros(spec.numel, spec.work_dtype)}
+class FeedsBackWhatItDoesNotKeep(NoMemory):
+    feeds_back = True

@@ -220,7 +220,7 @@ def test_other_methods_have_the_learning_rate_of_the_task_and_run_once(tried):
 
 @pytest.mark.parametrize("name", ["dgc", "signum"])
 def test_a_memory_with_momentum_leaves_the_optimizer_none(tried, name):
-    assert memories.make(compressors.example(name).default_memory).accelerates
+    assert "no_momentum" in memories.make(compressors.example(name).default_memory).needs
     assert train(make(name))["setting"]["momentum"] == 0
     assert {run["momentum"] for run in tried} == {0}
 

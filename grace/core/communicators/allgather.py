@@ -10,11 +10,10 @@ from typing import ClassVar, Literal
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting
-from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.communicator import Communicator, Result, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory, wide_norm
 from grace.core.methods.site import Site
-from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Array, Payload, Ranks
 from grace.core.step.bucket_step import BucketStep
@@ -68,11 +67,13 @@ class Allgather(Communicator):
             )
 
     @property
-    def reduces(self) -> bool:
-        return self.reduce != "mean"
+    def result(self) -> Result | None:
+        if self.reduce == "mean":
+            return None
+        return self._mean_of_senders if self.reduce == "senders" else self._middle
 
     def obstacle(self, compressor: Compressor) -> str | None:
-        if not self.reduces:
+        if self.reduce == "mean":
             return None
         sparse = isinstance(compressor, Selecting) and compressor.selects
         if self.reduce == "senders":
@@ -82,15 +83,11 @@ class Allgather(Communicator):
         return "few ranks send a coordinate, so that the median of all ranks is 0" if sparse else None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if self.reduces and memory.across_ranks == "joint":
+        if self.reduce != "mean" and memory.across_ranks == "joint":
             return f"follows the mean over all ranks, not {_RESULTS[self.reduce]}"
         return super().memory_obstacle(memory)
 
-    def reduced(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
-        if not self.reduces:
-            return super().reduced(compressor, payloads, at)
-        if self.reduce != "senders":
-            return self._middle([compressor.decompress(payload, at._replace(out=None)) for payload in payloads], at.ops)
+    def _mean_of_senders(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
         assert isinstance(compressor, Selecting)
         ops, n, dtype, at = at.ops, at.spec.numel, at.spec.work_dtype, at._replace(out=None)
         total, unsent = ops.zeros(n, dtype), ops.zeros(n, dtype)
@@ -101,8 +98,9 @@ class Allgather(Communicator):
         senders = ops.cast(len(payloads), dtype) - unsent
         return total / ops.where(senders > 0, senders, ops.cast(1, dtype))
 
-    def _middle(self, rows: Sequence[Array], ops: ArrayOps) -> Array:
+    def _middle(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
         """Return the mean of the values in the middle of each element's values of all ranks."""
+        ops, rows = at.ops, [compressor.decompress(payload, at._replace(out=None)) for payload in payloads]
         least = (len(rows) - 1) // 2 if self.trim is None else self.trim
         ordered = ops.sort(ops.stack(rows, axis=1))
         kept = [ordered[:, place] for place in range(least, len(rows) - least)]

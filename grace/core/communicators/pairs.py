@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.communicator import Communicator, Result, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.site import Site
 from grace.core.plan.unit import Unit, layout_of
@@ -42,16 +42,17 @@ class Pairs(Communicator):
     seed: int = 0
 
     @property
-    def reduces(self) -> bool:
-        return True
-
-    def reduced(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
-        return at.ops.scale_(compressor.merge(payloads, at), 1 / len(payloads))
+    def result(self) -> Result:
+        return _mean
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         layout = layout_of(units, checksum)
         trade = functools.partial(_trade, layout, self.seed)
         return Route(layout.nbytes, layout.fixed, trade, buffer=layout.buffer)
+
+
+def _mean(compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
+    return at.ops.scale_(compressor.merge(payloads, at), 1 / len(payloads))
 
 
 def _trade(layout: GatherLayout, seed: int, bucket: BucketStep) -> Program[Received]:

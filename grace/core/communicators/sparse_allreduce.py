@@ -12,7 +12,7 @@ from grace.core.config.registry import communicators
 from grace.core.methods.capabilities import Thinning
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
 from grace.core.spec import Array, Field, Payload, Ranks, TensorSpec
@@ -120,7 +120,7 @@ def _split(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
         kept.append(_largest(ops, entries, ops.size(ops.cast(share, "int32"))))
     received = yield from _gathered(layout, bucket, kept, arrived)
     for step, payloads in zip(bucket.steps, received.payloads, strict=True):
-        if step.unit.memory.stateless:
+        if keeps_nothing(step.unit.memory):
             step.remember()
             continue
         # What does not come back stays in the memory: the others' entries of this index have been dropped, too.
@@ -187,7 +187,7 @@ def _tree(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
     for step, lost in zip(bucket.steps, dropped, strict=True):
         sent, x = step.payload, step.x
         # A memory that feeds back what the mean lacks keeps what was dropped without further ado.
-        if not step.unit.memory.stateless and step.unit.memory.feeds_back != "mean":
+        if not keeps_nothing(step.unit.memory) and step.unit.memory.feeds_back != "mean":
             # All that this rank has sent is on its way, except what it has dropped itself, of its own and of others.
             x = ops.put_(x, sent["indices"], 0.0)
             for entries in lost:

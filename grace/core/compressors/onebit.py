@@ -19,7 +19,13 @@ MIN_ROWS = 64
 
 @compressors.register(
     "onebit",
-    About(family="quantization", adam=False, tests=[{"threshold": 0.5}, {"threshold": -0.5}, {"columns": False}]),
+    # Format 2 has a pair of means for each column.
+    About(
+        family="quantization",
+        adam=False,
+        tests=[{"threshold": 0.5}, {"threshold": -0.5}, {"columns": False}],
+        payload_format=2,
+    ),
 )
 @dataclass(frozen=True)
 class OneBit(Compressor):
@@ -49,8 +55,6 @@ class OneBit(Compressor):
 
     default_memory = "residual"
     linear_in = ("means",)
-    # 2: a pair of means for each column.
-    payload_format = 2
 
     @property
     def absolute(self) -> bool:

@@ -99,7 +99,7 @@ def _poor_pairs(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
     methods = [stage.method for _, stage in config.stages] + [rule.method for rule in config.rules]
     texts = []
     for method in methods:
-        if method.memory.accelerates:
+        if "no_momentum" in method.memory.needs:
             if optimizer.momentum > 0:
                 texts.append(
                     f"the optimizer has momentum {optimizer.momentum:g}, and so has {method.memory}: gradients are "

@@ -46,7 +46,7 @@ class Need(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """Facts for tables, examples and tests that a component is registered with; one from outside grace needs none.
+    """Facts about a class that a component is registered with, most of them for tables, examples and tests.
 
     Configurations are options that differ from the defaults.
     """
@@ -62,6 +62,8 @@ class About:
     digits: Setting = dataclasses.field(default_factory=Setting)
     #: Options for which no single default is good: fields without one, or `memory`.
     needs: Mapping[str, Need] = dataclasses.field(default_factory=dict)
+    #: Version of a compressor's payloads: raise it when their bytes change, so that ranks of both versions do not mix.
+    payload_format: int = 1
 
 
 class Registry(Generic[T]):

@@ -24,7 +24,9 @@ def formats(plans: Sequence[Plan], ops: Callable[[str], ArrayOps]) -> dict[str, 
     found: dict[str, Any] = {
         "wire format": WIRE_FORMAT,
         "payload format": {
-            compressors.name_of(c): c.payload_format for item in items for c in _methods(item.compressor)
+            name: compressors.about(name).payload_format
+            for item in items
+            for name in map(compressors.name_of, _methods(item.compressor))
         },
     }
     if any(plan.shards for plan in plans):

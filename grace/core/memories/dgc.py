@@ -11,7 +11,7 @@ from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting, selects
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
-from grace.core.methods.memory import Compensated, Memory, check_clipping, clip
+from grace.core.methods.memory import Compensated, Memory, Need, check_clipping, clip, needs_of
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
@@ -71,15 +71,11 @@ class DGCMemory(Memory):
                 "Valid memories: none, residual."
             )
 
-    @property
-    def accelerates(self) -> bool:
-        return self.momentum > 0
-
     @cached_property
-    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
-        if self.clipping_norm == "all":
-            return ("norm",)
-        return ("tensor",) if self.gradient_clipping is not None else ()
+    def needs(self) -> tuple[Need, ...]:
+        over_all = self.clipping_norm == "all"
+        clips = self.gradient_clipping is not None and not over_all
+        return needs_of({"norm": over_all, "tensor": clips, "no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}

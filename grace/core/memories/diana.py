@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory, wide_norm
+from grace.core.methods.memory import Compensated, Memory, Need, needs_of, wide_norm
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -46,10 +47,6 @@ class _Shifted(Memory):
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         sent = compressor.decompress(payload, at)
         return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.pace)}
-
-    def contribution(self, sent: Array, state: State, at: Site) -> Array:
-        # The shift has moved by the pace already.
-        return at.ops.weighted_sum(state["shift"], 1, sent, 1 - self.pace)
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, mean = at.ops, state["mean_shift"]
@@ -147,9 +144,9 @@ class EF21(_Shifted):
                 f"received {self.lazy!r}."
             )
 
-    @property
-    def accelerates(self) -> bool:
-        return bool(self.momentum)
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        return needs_of({"no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         mean = {"running_mean": ops.zeros(spec.numel, spec.work_dtype)} if self.momentum else {}

@@ -7,7 +7,7 @@ from typing import Literal
 
 from grace.core.config.registry import About, memories
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.memory import Compensated, Memory, Need, keeps_nothing
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -55,12 +55,8 @@ class Leftover(Memory):
         return self.then.gain
 
     @property
-    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
+    def needs(self) -> tuple[Need, ...]:
         return self.then.needs
-
-    @property
-    def accelerates(self) -> bool:
-        return self.then.accelerates
 
     def check(self, compressor: Compressor) -> None:
         self.then.check(compressor)
@@ -71,7 +67,7 @@ class Leftover(Memory):
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         total, finite = at.ops.finite_sum(state["residual"], 1, grad, 1)
         x, rest, compensated = self.then.compensate(total, _without_residual(state), at)
-        return Compensated(x, rest, finite if self.then.stateless else compensated)
+        return Compensated(x, rest, finite if keeps_nothing(self.then) else compensated)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         rest = self.then.update(x_, payload, compressor, state, at)

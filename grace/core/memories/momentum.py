@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.memory import Compensated, Memory, Need, needs_of
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -35,9 +36,9 @@ class Momentum(Memory):
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"memory momentum: momentum must lie in [0, 1), received {self.momentum!r}.")
 
-    @property
-    def accelerates(self) -> bool:
-        return self.momentum > 0
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        return needs_of({"no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"momentum": ops.zeros(spec.numel, spec.work_dtype)}

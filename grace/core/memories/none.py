@@ -19,7 +19,7 @@ class NoMemory(Memory):
     Formula: x = g
     """
 
-    stateless = True
+    feeds_back = False
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         return Compensated(grad, state)

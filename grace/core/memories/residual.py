@@ -10,7 +10,7 @@ from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.fusions import overwrites
-from grace.core.methods.memory import Compensated, Memory, check_clipping, clip, fallen_by
+from grace.core.methods.memory import Compensated, Memory, Need, check_clipping, clip, fallen_by, needs_of
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -73,14 +73,10 @@ class Residual(Memory):
             raise ConfigError(f"memory residual: momentum must lie in [0, 1), received {self.momentum!r}.")
         check_clipping("residual", self.gradient_clipping)
 
-    @property
-    def accelerates(self) -> bool:
-        return self.momentum > 0
-
     @cached_property
-    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
-        lr: tuple[Literal["lr"], ...] = ("lr",) if self.lr_correction else ()
-        return (*lr, "tensor") if self.gradient_clipping is not None else lr
+    def needs(self) -> tuple[Need, ...]:
+        clips = self.gradient_clipping is not None
+        return needs_of({"lr": self.lr_correction, "tensor": clips, "no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {"residual": ops.zeros(spec.numel, spec.work_dtype)}

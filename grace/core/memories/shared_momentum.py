@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.memories.diana import check_mean
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory, fallen_by
+from grace.core.methods.memory import Compensated, Memory, Need, fallen_by, needs_of
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -58,13 +57,9 @@ class SharedMomentum(Memory):
     def check(self, compressor: Compressor) -> None:
         check_mean("shared_momentum", compressor)
 
-    @property
-    def accelerates(self) -> bool:
-        return self.momentum > 0
-
     @cached_property
-    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
-        return ("lr",) if self.lr_correction else ()
+    def needs(self) -> tuple[Need, ...]:
+        return needs_of({"lr": self.lr_correction, "no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}

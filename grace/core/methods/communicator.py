@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 def _no_buffer(ops: ArrayOps) -> None:
     """Return no buffer."""
+
+
+# Makes the result of the payloads of all ranks.
+Result: TypeAlias = Callable[[Compressor, Sequence[Payload], Site], Array]
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,9 @@ class Communicator:
     external_name: ClassVar[str] = ""
 
     @property
-    def reduces(self) -> bool:
-        """True if `reduced` returns the final result, which is another one than the mean over all ranks."""
-        return False
-
-    def reduced(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
-        """Return the sum of the decoded payloads, which a step divides by the number of ranks unless it `reduces`."""
-        return compressor.merge(payloads, at)
+    def result(self) -> Result | None:
+        """Function that makes the result of the payloads of all ranks; None if it is their mean."""
+        return None
 
     def obstacle(self, compressor: Compressor) -> str | None:
         """Return the reason why it cannot carry the compressor's payloads; None if it can (default: it can)."""

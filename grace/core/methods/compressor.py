@@ -76,11 +76,6 @@ class Compressor(ABC):
         return False
 
     @property
-    def payload_format(self) -> int:
-        """Version of the payload's bytes: raise it when they change, so that ranks of both versions do not mix."""
-        return 1
-
-    @property
     def multiplies(self) -> bool:
         """True if matrix products decode a payload: kernels and the frameworks' libraries round them differently."""
         return False

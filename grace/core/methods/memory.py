@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from grace.core.errors import ConfigError
 from grace.core.methods.compressor import Compressor
@@ -14,6 +15,9 @@ from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
+
+# Requirements of a memory; see `Memory.needs`.
+Need: TypeAlias = Literal["lr", "norm", "tensor", "no_momentum"]
 
 
 class Compensated(NamedTuple):
@@ -34,18 +38,13 @@ class Memory(ABC):
     arrays that it receives with a trailing underscore.
     """
 
-    @cached_property
-    def stateless(self) -> bool:
-        """True if the memory keeps nothing."""
-        return False
-
     @property
     def feeds_back(self) -> bool | Literal["mean"]:
         """True if what the compressor dropped is added to a later gradient; "mean" if what the merged one lacks is.
 
         A memory of the latter kind also feeds back what communicators drop, so they give back nothing.
         """
-        return not self.stateless
+        return True
 
     @cached_property
     def finishes(self) -> bool:
@@ -95,24 +94,23 @@ class Memory(ABC):
         return 1.0
 
     @cached_property
-    def needs(self) -> tuple[Literal["lr", "norm", "tensor"], ...]:
+    def needs(self) -> tuple[Need, ...]:
         """Requirements of the memory beside a gradient and its state (default: none).
 
         "lr" is `Site.lr`, which optimizers know and tapes do not; its tensors are not joined. "norm" is `Site.norm`,
         the norm of this rank's gradients of all these tensors together, so none of them is compressed before the last
         one is ready. "tensor" is the tensor as a whole, for instance its norm; it is then neither cut nor joined.
+        "no_momentum" is an optimizer without momentum, because the memory holds it.
         """
         return ()
 
     @property
     def pace(self) -> float:
-        """Share of what is sent that joins a shift, which the memory learns of this rank's gradient; 0 without one."""
-        return 0.0
+        """Share of what is sent that joins the state `shift`, which a memory learns of its gradients; 0 without it.
 
-    @property
-    def accelerates(self) -> bool:
-        """True if the memory holds momentum, so that the optimizer should have none."""
-        return False
+        The others take the shift and what is sent for the gradient of this rank.
+        """
+        return 0.0
 
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this memory cannot serve the compressor (default: it can)."""
@@ -133,19 +131,23 @@ class Memory(ABC):
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
-    def contribution(self, sent: Array, state: State, at: Site) -> Array:
-        """Return what this rank has contributed to the mean, from what it sent and the new state (default: the former).
-
-        It is what the others take for the gradient of this rank.
-        """
-        return sent
-
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.
 
         The state keeps copies: the merged gradient may lie where the optimizer will change it.
         """
         return merged, state
+
+
+def needs_of(needs: Mapping[Need, object]) -> tuple[Need, ...]:
+    """Return the needs whose value is true."""
+    return tuple(need for need, wanted in needs.items() if wanted)
+
+
+@cache
+def keeps_nothing(memory: Memory) -> bool:
+    """Return whether a memory has no state."""
+    return not memory.init(TensorSpec("", (1,)), get_ops("numpy"))
 
 
 @cache

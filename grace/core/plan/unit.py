@@ -15,7 +15,7 @@ from grace.core.methods.capabilities import Learning, Thinning, Tuning, proposed
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.fusions import Fused, find_fusions
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Field, TensorSpec
 from grace.core.wire.codings import PLAIN
 from grace.core.wire.lanes import in_lanes
@@ -128,7 +128,7 @@ class Assignment:
     @cached_property
     def guarded(self) -> bool:
         """True if a flag must announce NaN and infinity, because the payload or a memory would lose them."""
-        return not (self.compressor.nonfinite == "carried" and self.memory.stateless)
+        return not (self.compressor.nonfinite == "carried" and keeps_nothing(self.memory))
 
     @cached_property
     def fused(self) -> Fused:
@@ -137,12 +137,12 @@ class Assignment:
         if self.proposed:
             found = found._replace(compress_checked=None, compress_sum=None)
         # A memory needs to know of NaN earlier.
-        return found if self.guarded and self.memory.stateless else found._replace(compress_checked=None)
+        return found if self.guarded and keeps_nothing(self.memory) else found._replace(compress_checked=None)
 
     @cached_property
     def shows(self) -> bool:
         """True if the payload tells of NaN and infinity, and nothing needs to know of them earlier."""
-        return self.compressor.nonfinite == "shown" and self.memory.stateless and not self.proposed
+        return self.compressor.nonfinite == "shown" and keeps_nothing(self.memory) and not self.proposed
 
     @cached_property
     def overflowing(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.observe.announcement import tell_need
 from grace.core.ops.composites import ArrayOps
 from grace.core.outer.average import Average
@@ -279,7 +279,7 @@ class OuterRun:
             rate = self.state.rates[name] if name in moved else 0.0
             if rate:
                 ops, dtype, memory = self._ops(name), self._specs[name].work_dtype, memories[name]
-                own, all_ = (sent if memory.stateless or memory.pace else moved)[name], mean[name]
+                own, all_ = (sent if keeps_nothing(memory) or memory.pace else moved)[name], mean[name]
                 apart = ops.cast(ops.reshape(own, (-1,)), dtype) - ops.cast(ops.reshape(all_, (-1,)), dtype)
                 found[name] = ops.weighted_sum(before, 1 - memory.pace, apart, (memory.pace or 1) / rate)
         return found

@@ -9,6 +9,7 @@ from grace.core.communicators.pairs import Pairs
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
+from grace.core.methods.memory import keeps_nothing
 from grace.core.plan.plan import Modules
 from grace.core.spec import TensorSpec
 
@@ -88,7 +89,7 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
             f"{where}: what {adding_up[0].compressor} drops would add up in the control variates; use the memory "
             "residual, ef21 or diana, or leave variates out."
         )
-    keeping = [method.memory for method in lossy if not method.memory.stateless]
+    keeping = [method.memory for method in lossy if not keeps_nothing(method.memory)]
     if keeping and config.outer.local_error:
         raise ConfigError(
             f"{where}: with local_error, what a compressor drops stays in the weights, and {keeping[0]} would keep it "
@@ -99,7 +100,7 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
             f"{where}: with pairs, the ranks exchange weights, and not what these have moved; set compressor = 'none', "
             f"without a memory, received {methods[0].compressor} with {methods[0].memory}."
         )
-    counting = [m.communicator if m.communicator.reduces else m.compressor for m in methods if not _takes_mean(m)]
+    counting = [m.communicator if m.communicator.result else m.compressor for m in methods if not _takes_mean(m)]
     if counting and (config.outer.local_error or not config.outer.is_plain_mean):
         raise ConfigError(
             f"{where}: participation, weight, relevance and local_error need the mean of what all ranks send, and "
@@ -114,11 +115,11 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
 
 
 def _is_unbiased(method: Method) -> bool:
-    return method.compressor.unbiased and method.memory.stateless
+    return method.compressor.unbiased and keeps_nothing(method.memory)
 
 
 def _takes_mean(method: Method) -> bool:
-    return method.compressor.averages and not method.communicator.reduces
+    return method.compressor.averages and method.communicator.result is None
 
 
 def refuse_arguments_of_gradients(where: str, **given: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from grace.core.config.registry import memories
 from grace.core.errors import PayloadError
 from grace.core.methods.capabilities import Negotiating, Tuning
-from grace.core.methods.memory import wide_norm
+from grace.core.methods.memory import keeps_nothing, wide_norm
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
@@ -124,7 +124,7 @@ class UnitStep:
         x, self.memory, finite = unit.memory.compensate(gradient, memory, at)
         if self.memory:
             self.site = self.site._replace(memory=self.memory)
-        if unit.memory.stateless and unit.proposed:
+        if keeps_nothing(unit.memory) and unit.proposed:
             # x may be the caller's own buffer, and it is still needed after this call.
             x = ops.copy(x)
         self.x, check = x, unit.fused.compress_checked
@@ -208,7 +208,11 @@ class UnitStep:
         """Return what this rank has contributed to the mean, once the step is concluded; None without `keep_sent`."""
         if self.decoded is None or self.concluded is None:
             return None
-        return self.unit.memory.contribution(self.decoded, self.concluded["memory"], self.site)
+        pace = self.unit.memory.pace
+        if not pace:
+            return self.decoded
+        # The shift has moved by the pace already.
+        return self.site.ops.weighted_sum(self.concluded["memory"]["shift"], 1, self.decoded, 1 - pace)
 
     def entries(self) -> Array | None:
         """Return how many entries of the payload lie before the end of each piece; None if it does not list them."""
@@ -289,7 +293,7 @@ class UnitStep:
             return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         payloads = self._whole(payloads)
-        size = site.size if unit.compressor.averages and not unit.communicator.reduces else 1
+        size = site.size if unit.compressor.averages and unit.communicator.result is None else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
         factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
@@ -316,7 +320,7 @@ class UnitStep:
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
         unit, memory, ops = self.unit, self.memory, self.site.ops
-        if unit.fused.merge_finish is not None and not unit.communicator.reduces:
+        if unit.fused.merge_finish is not None and unit.communicator.result is None:
             payloads, factor = _scale(unit, payloads, factor, there)
             made = (
                 unit.fused.merge_finish(unit.compressor, unit.memory, payloads, memory, there) if factor == 1 else None
@@ -426,11 +430,13 @@ class UnitStep:
 def _merge_times(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Array, float]:
     """Merge, multiply by the factor if that needs no pass of its own, and return the gradient and the factor left."""
     payloads, factor = _scale(unit, payloads, factor, at)
-    if factor != 1 and unit.fused.merge_scaled is not None and not unit.communicator.reduces:
+    if unit.communicator.result is not None:
+        return unit.communicator.result(unit.compressor, payloads, at), factor
+    if factor != 1 and unit.fused.merge_scaled is not None:
         merged = unit.fused.merge_scaled(unit.compressor, payloads, factor, at)
         if merged is not None:
             return merged, 1.0
-    return unit.communicator.reduced(unit.compressor, payloads, at), factor
+    return unit.compressor.merge(payloads, at), factor
 
 
 def _scale(unit: Unit, payloads: Sequence[Payload], factor: float, at: Site) -> tuple[Sequence[Payload], float]:

@@ -21,7 +21,7 @@ from mpi4py import MPI
 import grace
 from grace import mpi
 from grace.core.compressors.topk import TopK
-from grace.core.config.registry import communicators, compressors
+from grace.core.config.registry import About, communicators, compressors
 from grace.core.guards import agreement, waiting
 from grace.core.memories.residual import Residual
 from grace.core.ops import get_ops
@@ -322,7 +322,7 @@ def different_configurations() -> dict[str, Any]:
         found["wire format"] = outcome(lambda: mpi.MPIExchange(shapes, topk))
         patch.undo()
         if last:
-            patch.setattr(compressors.get("signsgd"), "payload_format", 2)
+            patch.setattr(compressors, "about", lambda name: About(payload_format=2))
         found["format"] = outcome(lambda: make_exchange(shapes, {"compressor": "signsgd"}))
         if last:
             patch.setenv("GRACE_NATIVE", "0")

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import grace
+from grace.core.config.registry import About
 from grace.core.errors import GraceWarning
 from grace.core.guards import agreement
 from grace.tensorflow import DistributedGradientTape, Exchange
@@ -158,7 +159,7 @@ def different_ranks() -> dict[str, str]:
         wire = error_of(one_step(net(), made()))
         patch.undo()
         if last:
-            patch.setattr(grace.compressors.get("signsgd"), "payload_format", 2)
+            patch.setattr(grace.compressors, "about", lambda name: About(payload_format=2))
         signs = wrap({"compressor": "signsgd", "default_rules": False})
         payload = error_of(lambda: signs.apply(made(), net().trainable_variables))
     return {

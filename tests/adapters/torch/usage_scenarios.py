@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import grace
+from grace.core.config.registry import About
 from grace.core.guards import agreement
 from tests.adapters.torch.launched import GROUPS, broadcast, broadcast_state, by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import (
@@ -775,7 +776,7 @@ def different_configurations() -> dict[str, Any]:
         wire = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
         patch.undo()
         if my_rank() == last:
-            patch.setattr(grace.compressors.get("signsgd"), "payload_format", 2)
+            patch.setattr(grace.compressors, "about", lambda name: About(payload_format=2))
         payload = _mismatch(lambda rank: {"compressor": "signsgd", **EVERYTHING}, make_net())
     agreed = _mismatch(lambda rank: {"compressor": "topk"}, make_net())
     formats = {"wire format": wire, "payload format": payload}
