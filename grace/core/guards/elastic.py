@@ -20,7 +20,7 @@ def refusal_of_local_steps(where: str) -> ConfigError:
 def refusal_of_own_exchanges(where: str) -> ConfigError:
     """Return the error of an optimizer that exchanges what it needs itself."""
     return ConfigError(
-        f"{where}: elastic Horovod is not supported, because its states do not know this optimizer; wrap a plain "
+        f"{where}: elastic mode is not supported, because its states do not know this optimizer; wrap a plain "
         "optimizer by grace's DistributedOptimizer."
     )
 
