@@ -37,7 +37,7 @@ from grace.torch.optim.exchanging import ONE_BIT
 RANKS, EVERY = 4, 30
 # 2,000 steps are no whole number of periods.
 STEPS, SEEDS = (600, 2010, 6000), (0, 1, 2)
-# Of an outer optimizer with momentum, each step counts several times: lower learning rates may be better.
+# An outer optimizer with momentum applies each change several times, so lower learning rates are tried, too.
 RATES = (4e-3, 2e-3, 1e-3)
 # How often a run is evaluated.
 POINTS = 10

@@ -241,6 +241,8 @@ def million() -> Values:
         ("sparse_behind", "SparseLoCo", "DiLoCo"),
     ):
         yield name, f"{np.mean(outer_runs.behind(method, steps, other=other)):.1f}"
+    high, *lower = (outer_runs.runs("DiLoCo", steps, lr)[0]["loss"] for lr in (0.004, 0.002, 0.001))
+    assert high < min(lower), "lower learning rates do not help DiLoCo"
     sparse = outer_runs.runs("SparseLoCo", steps)[0]
     end = outer_runs.seconds(sparse, steps, sparse["curve"][-1][2])
     slow = outer_runs.loss_at(plain, steps, end)
