@@ -286,11 +286,13 @@ def findings() -> Values:
     networks = [case for case in cases if case not in small]
     for of, gbit, faster, met in (
         (networks, 1, 1, False), (networks, 10, 1, False), (networks, 1, 100, True), (networks, 10, 100, True),
-        (cases, 1, 100, False), (cases, 10, 100, True),
+        (cases, 1, 100, True), (cases, 10, 100, True),
     ):  # fmt: skip
         share = np.mean([case.throughput(gbit, faster) > 1 for case in of])
         assert (share >= 1 - AIMS[gbit]) == met, f"{share} at {gbit} Gbit/s with f = {faster}"
-    assert max(case.dense_parts.link_share(10) for case in networks) < 0.25, "at most a quarter"
+    most = max(case.dense_parts.link_share(10) for case in networks)
+    assert most < 0.3, "the link takes so little of a step that no method can gain much"
+    yield "link", f"{100 * most:.0f}"
     lost = [case for case in cases if case.throughput(1, 100) <= 1]
     assert all(case in small for case in lost), "they lose by their messages"
     yield "lost", f"{len(lost)}"
