@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.covering import ALL
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 from tests.support.ranks import on, scenario
 
@@ -154,9 +155,10 @@ def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(la
 def test_outer_steps_in_graphs_follow_the_recursion(launch):
     ranks = scenario("tf_outer_steps", launch)
     for rank in ranks:
-        for name in ("none", "elastic"):
+        for name in ("none", "elastic") if ALL else ("none",):
             assert max(rank[name]["off"]) < 1e-5, rank[name]["off"]
-        assert all(rank[name]["resumed"] for name in ("none", "elastic", "topk"))
+            assert rank[name]["resumed"], name
+        assert rank["topk"]["resumed"]
         assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
     # Two steps of warm-up, and meetings after steps 5 and 8.
     apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
@@ -177,7 +179,7 @@ def test_what_no_graph_can_do_is_refused(launch):
 @on(TWO_TENSORFLOW)
 def test_states_and_buffers_of_keras_meet_as_well(launch):
     for number, rank in enumerate(scenario("tf_outer_beside", launch)):
-        for name in ("average", "periods", "growing", "fragments"):
+        for name in ("average", "periods", "growing", "fragments") if ALL else ("periods", "fragments"):
             assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])
             assert rank[name]["resumed"], name
         without, given = rank["loop"]["told"]

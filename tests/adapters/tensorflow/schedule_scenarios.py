@@ -15,6 +15,7 @@ from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
 from tests.adapters.tensorflow.model import digest, wrap
 from tests.adapters.tensorflow.usage_model import applying, by_hand, distance, error_of, fit, net
 from tests.support.cases import CORRECTED_BY, EVERYTHING
+from tests.support.covering import ALL
 
 # The first step and the settings of each stage, with all kinds of state: residual, momentum, both, none, warm start.
 STAGES = {
@@ -206,6 +207,8 @@ def tf_outer_steps() -> dict[str, Any]:
         ("elastic", {"compressor": "none"}, {"every": 3, "optimizer": "elastic", "warmup": 2}, 4),
         ("topk", {"compressor": "topk", "compress_ratio": 0.2, **EVERYTHING}, outer, 3),
     ):
+        if name == "elastic" and not ALL:
+            continue
         model, alone, apart, off = net(), net(), [], []
         model.compile(wrap(config, keras.optimizers.SGD(0.1, 0.9), outer=options), "mse")
         alone.compile(keras.optimizers.SGD(0.1, 0.9), "mse", run_eagerly=True)
@@ -261,6 +264,9 @@ def tf_outer_beside() -> dict[str, Any]:
     }
     results: dict[str, Any] = {}
     for name, (outer, meetings) in cases.items():
+        # Each case is traced twice.
+        if name in ("average", "growing") and not ALL:
+            continue
         model, alone = normed(), normed()
         # All elements are sent, but by a compressor.
         method = {"compressor": "topk", "compress_ratio": 1.0} if name == "fragments" else {"compressor": "none"}
