@@ -232,7 +232,7 @@ def outer_steps() -> Values:
 
 
 def million() -> Values:
-    """Yield what the page on outer steps says of the runs with 600 steps."""
+    """Yield what the page on outer steps says of the runs with 600 steps, and of those with 6,000."""
     steps, plain = 600, outer_runs.PLAIN
     for name, method, other in (
         ("diloco_behind", "DiLoCo", plain),
@@ -257,6 +257,9 @@ def million() -> Values:
     yield "one_bit_fewer", f"{dense * (last - warm) / (after - before):.0f}"
     assert 4000 < outer_runs.fewer("SparseLoCo") < 6000, "at least 4,000 times fewer bytes"
     yield "sparse_fewer", f"{outer_runs.fewer('SparseLoCo'):,.0f}"
+    short, long = (np.mean(outer_runs.behind("DiLoCo", steps)) for steps in (600, 6000))
+    assert long < short / 3, "the gap closes in longer runs"
+    yield "diloco_long", f"{long:.1f}"
 
 
 @quoted
