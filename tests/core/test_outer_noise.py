@@ -84,20 +84,23 @@ def test_noise_is_normal_and_a_secret_of_each_rank(framework):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_noisy_changes_from_shifts_are_soteriafl(ranks):
-    """The randomized part of the paper, in weights: the coordinates that randomk has drawn are seen in the result."""
+    """The recursion of the paper in weights, with the coordinates that randomk draws from the shared seed."""
     config = {"compressor": "randomk", "compress_ratio": 0.5, "scaled": True, "default_rules": False}
     config |= {"memory": {"name": "diana", "alpha": 0.25}, "granularity": "layer"}
     training, sent = noisy({"every": 1, "clip": 2.0, "noise": 0.1}, config, ranks)
+    ones = [{name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}] * ranks
+    draws = grace.Simulation(ranks, SHAPES, {**config, "memory": "none"})
     shifts = [{name: np.zeros(np.prod(shape)) for name, shape in SHAPES.items()} for _ in range(ranks)]
     mean_shift = {name: np.zeros(np.prod(shape)) for name, shape in SHAPES.items()}
     common = {name: x.astype(np.float64).ravel() for name, x in training.start.items()}
     for meeting in range(6):
         training.step()
         changes = [x for _, x in sent[meeting * ranks :]]
+        drawn = {name: x.ravel() != 0 for name, x in draws.step(ones)[0].items()}
         for name, x in common.items():
             now = training.values()[name].astype(np.float64).ravel()
-            drawn = np.abs(x - now - mean_shift[name]) > 1e-6
-            parts = [2 * (own[name] - h[name]) * drawn for own, h in zip(changes, shifts, strict=True)]
+            assert drawn[name].mean() == 0.5
+            parts = [2 * (own[name] - h[name]) * drawn[name] for own, h in zip(changes, shifts, strict=True)]
             common[name] = x - mean_shift[name] - sum(parts) / ranks
             np.testing.assert_allclose(now, common[name], rtol=1e-4, atol=1e-5)
             mean_shift[name] = mean_shift[name] + 0.25 * sum(parts) / ranks
