@@ -259,12 +259,14 @@ class UnitStep:
         x_ = self.x if x_ is None else x_
         unit, site, ops = self.unit, self.site, self.site.ops
         memory = unit.memory.update(x_, sent, unit.compressor, self.memory, site)
-        if unit.memory.residual_dtype is not None and self.bad is not False:
-            # Integers cannot hold what a payload that is not finite leaves, and the step keeps none of it.
-            left = memory["residual"]
-            zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
-            memory = {**memory, "residual": ops.choose(self.bad, lambda: zeros, lambda: left)}
-        self.memory = narrow(unit, memory, ops, rounding_key(site.key.seed, site.key.step, site.rank))
+        if unit.memory.residual_dtype is not None:
+            if self.bad is not False:
+                # Integers cannot hold what a payload that is not finite leaves, and the step keeps none of it.
+                left = memory["residual"]
+                zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
+                memory = {**memory, "residual": ops.choose(self.bad, lambda: zeros, lambda: left)}
+            memory = narrow(unit, memory, ops, rounding_key(site.key.seed, site.key.step, site.rank))
+        self.memory = memory
         del self.x
 
     def bring_by(self, step: UnitStep | None) -> None:
