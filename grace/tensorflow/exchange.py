@@ -222,7 +222,8 @@ class Exchange(core.Exchange, tf.Module):
             delegate=self._delegate,
             modules=self._modules_for(ranks),
         )
-        run = VariableRun(stages, make_variable, seed=first.seed, rank=self.rank, ranks=ranks)
+        turns = 1 if first.outer is None else first.outer.count
+        run = VariableRun(stages, make_variable, seed=first.seed, rank=self.rank, ranks=ranks, turns=turns)
         for number, config in enumerate(later, 1):
             run.change(self._plan_after(run.plan, config, number, ranks))
         return run
@@ -430,7 +431,8 @@ class Exchange(core.Exchange, tf.Module):
         self._rows = frozenset(spec.name for spec, kind in kinds if kind not in (None, "dense"))
         run.place = transport.rank, transport.size
         self._step = GraphStep(self, transport, kinds)
-        self.announce([(stage.first, stage.plan) for stage in run.live], run.step or None)
+        stages = [(stage.first // run.turns, stage.plan) for stage in run.live]
+        self.announce(stages, run.step // run.turns or None)
         return self._step
 
     def _check_ranks(self, run: VariableRun) -> None:

@@ -281,6 +281,12 @@ class OptimizerExchange(Exchange):
     def _learning_rate(self) -> tf.Tensor:
         return tf.convert_to_tensor(self._optimizer._get_current_learning_rate())
 
+    def common_weights(self) -> dict[str, tf.Tensor]:
+        """Return copies of the weights that all ranks have in common; see `grace.core.session.exchange.Exchange`."""
+        if self.config.outer is None or not self.built:
+            return super().common_weights()
+        return {name: tf.identity(v) for name, v in zip(self.names, self._optimizer._outer.anchors, strict=True)}
+
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
         # With outer steps, the weights of a rank are its own between two exchanges.
         return super()._equal_variables() if self.config.outer is None else self._optimizer._outer.anchors
@@ -353,7 +359,8 @@ class Distributed(Exchanges):
         self.grace.build(variables)
         outer, exchange = self.grace.config.outer, self.grace
         if outer is not None:
-            self._outer = OuterVariables(outer, exchange._specs, self, exchange._make_variable, _WHERE)
+            with tf.init_scope():
+                self._outer = OuterVariables(outer, exchange._specs, self, exchange._make_variable, _WHERE)
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert
@@ -431,6 +438,26 @@ class Distributed(Exchanges):
         with self.after_exchange():
             super().apply(grads, trainable_variables)
         self._outer.after(steps, variables, self.grace)
+
+    @property
+    def follows_loss(self) -> bool:
+        """True if the periods of outer steps follow the loss."""
+        outer = self.grace.config.outer
+        return outer is not None and outer.adapt == "loss"
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss that Keras differentiates; note it if the periods of outer steps follow it.
+
+        `fit` calls it, and a loop of your own must call it if it uses `adapt = "loss"`.
+        """
+        if self.follows_loss:
+            if not self.built:
+                raise StepError(
+                    "scale_loss() was called before the optimizer had variables; call "
+                    "optimizer.build(model.trainable_variables) first."
+                )
+            self._outer.note_loss(tf.convert_to_tensor(loss))
+        return super().scale_loss(loss)
 
     def get_config(self) -> dict[str, Any]:
         """Return the configurations of the Keras optimizer and of the exchange."""

@@ -40,7 +40,7 @@ class VariableRun:
     """The plans and states of a run in variables, which `grace.core.state.run.Run` has as values.
 
     A graph contains all stages, which share variables, and selects one by the step number. `make_variable(name, value)`
-    makes the variables of a checkpoint.
+    makes the variables of a checkpoint. Stages count the steps of each tensor, which takes part in one of `turns`.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class VariableRun:
         seed: int,
         rank: int,
         ranks: Ranks,
+        turns: int = 1,
     ) -> None:
-        self.ranks, self._seed = ranks, seed
+        self.ranks, self._seed, self.turns = ranks, seed, turns
         # The rank and the number of ranks to which the memories belong.
         self.place = rank, ranks.size
         self._make = make_variable
@@ -67,7 +68,7 @@ class VariableRun:
         self._joint: set[Memory] = set()
         self._stages: list[Stage] = []
         for first, plan in stages:
-            self._add(first, plan)
+            self._add(first * turns, plan)
         #: The stages of the steps from now on. After `change`, that is only the last one.
         self.live = [*self._stages]
         # The number of stages. A graph that was traced before `change` compares it and raises an error.
@@ -125,8 +126,13 @@ class VariableRun:
         """Number of the next step, in a graph."""
         return self._counter.read_value()
 
+    def in_cycle(self, step: Any) -> Any:
+        """Return a step number from the begin of the schedule, which may begin again and again."""
+        cycle = self.live[0].plan.cycle * self.turns
+        return step % cycle if cycle else step
+
     def _at(self, step: int) -> Stage:
-        return next(stage for stage in reversed(self.live) if stage.first <= step)
+        return next(stage for stage in reversed(self.live) if stage.first <= self.in_cycle(step))
 
     @property
     def stage(self) -> Stage:
@@ -282,9 +288,11 @@ class VariableRun:
         It must run before a snapshot for a rollback is taken, because it stays in effect even if the step is skipped.
         """
         step = self.counter
-        for before, stage in itertools.pairwise(self.live):
+        again = [(self.live[-1], self.live[0])] if self.live[0].plan.cycle else []
+        for before, stage in [*itertools.pairwise(self.live), *again]:
             entering = functools.partial(self._carry, before, stage)
-            tf.cond(tf.equal(step, stage.first), entering, lambda: tf.constant(False))
+            now = (step > 0) & tf.equal(self.in_cycle(step), stage.first)
+            tf.cond(now, entering, lambda: tf.constant(False))
 
     def check_current(self) -> tf.Operation:
         """Return the operation that raises an error in a graph that is no longer valid. It is traced into a graph."""

@@ -185,7 +185,7 @@ class GraphStep:
         self, gradients: Sequence[Gradient], lr: tf.Tensor | None, only: frozenset[int] | None
     ) -> list[Gradient]:
         """Exchange by the stage that the step number selects. `lr` is the learning rate if it is known."""
-        live, step = self._states.live, self._states.counter
+        live, step = self._states.live, self._states.in_cycle(self._states.counter)
         branches = [functools.partial(self._exchanged, stage, gradients, lr, only) for stage in live]
         if len(live) == 1:
             return branches[0]()

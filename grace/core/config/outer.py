@@ -286,6 +286,11 @@ class OuterSteps:
             found = found | (now if end is None else now & (step <= end))
         return found
 
+    def lands(self, step: Any, fragment: int = 0) -> Any:
+        """Return whether a fragment's changes are applied after inner step `step`, without `adapt`; as `meets`."""
+        sent = step - self.delay
+        return (step <= self.warmup) | ((sent > self.warmup) & self.meets(sent, fragment))
+
     @property
     def keeps_own(self) -> bool:
         """True if ranks go on with weights of their own after a meeting."""

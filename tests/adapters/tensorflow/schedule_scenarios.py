@@ -11,9 +11,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import grace
 from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
 from tests.adapters.tensorflow.model import digest, wrap
-from tests.adapters.tensorflow.usage_model import applying, by_hand, distance, error_of, fit, net
+from tests.adapters.tensorflow.optim_scenarios import OfAllRanks
+from tests.adapters.tensorflow.usage_model import (
+    BATCH,
+    NONE,
+    applying,
+    by_hand,
+    distance,
+    error_of,
+    fit,
+    net,
+    samples,
+)
 from tests.support.cases import CORRECTED_BY, EVERYTHING
 from tests.support.covering import ALL
 
@@ -315,20 +327,95 @@ def tf_outer_beside() -> dict[str, Any]:
             in_a_loop.non_trainable_weights[0].assign(tf.fill([5], float(hvd.rank() + 1)))
         told.append(error_of(lambda o=optimizer: by_hand(in_a_loop, applying(o, in_a_loop), 1)))
     results["loop"] = {"told": told, "buffer": in_a_loop.non_trainable_weights[0].numpy().tolist()}
-    results["schedule"] = error_of(lambda: wrap(SCHEDULED, outer={"every": 4, "fragments": 2}))
     results["unknown"] = error_of(
         lambda: wrap({"compressor": "none"}, outer={"state": {"velocity": 2}}).build(in_a_loop.trainable_variables)
     )
     return results
 
 
+# The configuration and the outer steps of a simulation, and the steps before which a file is saved.
+SIMULATED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
+    # In mid-flight, in mid-period, and between two fragments.
+    "streaming": (
+        {"compressor": "topk", "compress_ratio": 0.5, "schedule": [{"step": 2, "compress_ratio": 1.0}]},
+        {"every": 6, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 2, "alpha": 0.5},
+        (4, 6),
+    ),
+    "delayed": (
+        {"compressor": "none"},
+        {"every": 3, "delay": 1, "warmup": 2, "weight": True, "clip": 0.05},
+        (6,),
+    ),
+    "dense": ({"compressor": "topk", "compress_ratio": 0.3}, {"every": 2, "fragments": 2, "dense_every": 2}, (5,)),
+    "adacomm": ({"compressor": "none"}, {"every": 3, "adapt": "loss"}, (4,)),
+}
+
+
+def tf_outer_like_a_simulation(name: str) -> dict[str, Any]:
+    """Compare outer steps of a Keras optimizer with a simulation of all ranks, and go on from files."""
+    config, outer, saved = SIMULATED[name]
+    config, steps, ranks = {**config, **EVERYTHING}, 13, OfAllRanks()
+    if outer.get("weight"):
+        outer = {**outer, "weight": [rank + 1.0 for rank in range(hvd.size())]}
+    model, off, files, resumed = net(), [], {}, []
+    model.compile(wrap(config, keras.optimizers.SGD(0.1, 0.9), outer=outer), "mse")
+    shapes = {v.path: tuple(v.shape) for v in ranks.nets[0].trainable_variables}
+    sim = grace.Simulation(hvd.size(), [grace.TensorSpec(n, s) for n, s in shapes.items()], config, outer=outer)
+    momenta = [{n: np.zeros(s, np.float32) for n, s in shapes.items()} for _ in ranks.nets]
+    sim.begin({n: x.reshape(shapes[n]) for n, x in ranks.weights().items()})
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(steps):
+            if step in saved:
+                files[step] = str(Path(folder) / f"{step}.keras")
+                model.save(files[step])
+            if outer.get("adapt"):
+                sim.note_loss(*(_loss(each, step, rank) for rank, each in enumerate(ranks.nets)))
+            moved = []
+            for rank, mine in enumerate(ranks.gradients(step)):
+                own = momenta[rank]
+                for n, g in mine.items():
+                    own[n] = np.float32(0.9) * own[n] - np.float32(0.1) * g.reshape(shapes[n])
+                moved.append({n: x.reshape(shapes[n]) + own[n] for n, x in ranks.weights(rank).items()})
+            for rank, met in enumerate(sim.step(moved)):
+                ranks.write(rank, {n: x.reshape(-1) for n, x in met.items()})
+            fit(model, 1, start=step)
+            off.append(ranks.off(model))
+        for step, path in files.items():
+            again = keras.saving.load_model(path)
+            fit(again, steps - step, start=step)
+            resumed.append(digest(again.weights) == digest(model.weights))
+    common = model.optimizer.grace.common_weights()
+    apart = max(float(np.abs(x - common[n].numpy()).max()) for n, x in sim.common_weights().items())
+    return {"off": off, "resumed": resumed, "common": apart, "rounds": sim.stats()["outer"]["rounds"]}
+
+
+def _loss(model: keras.Model, step: int, rank: int) -> float:
+    x, y = (part[-BATCH:] for part in samples(step + 1, rank))
+    return float(np.mean((model(x) - y) ** 2))
+
+
+def tf_outer_noise() -> dict[str, Any]:
+    """Let the ranks send nothing but noise, and note losses at the wrong time or of the wrong sign."""
+    model, outer = net(), {"every": 1, "clip": 0.1, "noise": 0.5, "buffers": "local"}
+    before = np.concatenate([v.numpy().reshape(-1) for v in model.trainable_variables])
+    model.compile(wrap(NONE, keras.optimizers.SGD(0.0), outer=outer), "mse")
+    fit(model, 1)
+    drawn = np.concatenate([v.numpy().reshape(-1) for v in model.trainable_variables]) - before
+    following = wrap(NONE, outer="adacomm")
+    told = [error_of(lambda: following.scale_loss(tf.constant(1.0)))]
+    following.build(model.trainable_variables)
+    told.append(error_of(lambda: following.scale_loss(tf.constant(-1.0))))
+    apply = applying(following, model)
+    told.append(error_of(lambda: [by_hand(model, apply, 1) for _ in range(16)]))
+    return {"std": float(drawn.std()), "weights": digest(model.trainable_variables), "told": told}
+
+
 def tf_outer_refusals() -> list[str]:
     """Wrap with what a graph or a tape cannot do; return the errors."""
     return [
-        error_of(lambda: wrap(FIRST, outer={"every": 4, "adapt": "loss"})),
         error_of(lambda: wrap(FIRST, outer={"every": 4, "state": "reset"})),
         error_of(lambda: wrap(FIRST, outer={"every": 4, "participation": 0.5})),
-        error_of(lambda: wrap(FIRST, outer="streaming_diloco")),
+        error_of(lambda: wrap({"compressor": "none"}, outer={"every": 4, "pairs": True})),
         error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
         error_of(lambda: DistributedGradientTape(tf.GradientTape(), config={**FIRST, "outer": "diloco"})),
     ]
