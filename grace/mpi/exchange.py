@@ -39,6 +39,7 @@ class MPIExchange(Exchange):
     """
 
     called = "MPIExchange"
+    takes_references = True
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class MPIExchange(Exchange):
             with open_session(request, self.transport, world=_WORLD) as session:
                 refuse_states(session.config, request.where)
                 session.local["average"] = average
-                run = session.begin(as_specs(tensors), ops, average=average, outer=True)
+                run = session.begin(as_specs(tensors), ops, average=average, outer=True, references=True)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
@@ -65,12 +66,18 @@ class MPIExchange(Exchange):
         self.rollback.forget = self._forget
         self.announce(run.stages)
 
-    def __call__(self, gradients: Mapping[str, Array], lr: float | None = None) -> dict[str, Array]:
+    def __call__(
+        self,
+        gradients: Mapping[str, Array],
+        lr: float | None = None,
+        references: Mapping[str, Array] | None = None,
+    ) -> dict[str, Array]:
         """Exchange one gradient per tensor and return the merged gradients.
 
-        `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
-        before anything is sent if a gradient is missing, unknown or of another shape or dtype, or if the learning rate
-        is missing.
+        `lr` is the learning rate with which they will be applied, for memories that correct for it. `references` has
+        the gradients of the same batch at other weights, for memories that need them; none if `full_round`. Raises
+        StepError before anything is sent if a gradient is missing, unknown or of another shape or dtype, or if the
+        learning rate or a reference is missing.
 
         With `outer`, it takes the weights after an inner step, and returns those to go on with: other ones for tensors
         that have met.
@@ -92,14 +99,17 @@ class MPIExchange(Exchange):
                     f"{gradient.dtype}; convert it on every rank, or create the exchange with TensorSpec(name, shape, "
                     "dtype)."
                 )
+        others = references or {}
         for item in self.plan.assignments:
             check_lr(item, lr)
+            self.run.current.check_reference(item, others.get(item.spec.name))
         if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
             # All ranks start their collectives in the order of the plan.
             for item in self.plan.assignments:
-                self.run.current.ready(item.spec.name, gradients[item.spec.name], lr)
+                name = item.spec.name
+                self.run.current.ready(name, gradients[name], lr, others.get(name))
             return self.run.finish()
         except BaseException:
             self.run.discard()

@@ -142,7 +142,8 @@ def on_host(sim, merged):
 
 
 def step(sim, number, **changes):
-    return on_host(sim, sim.step(gradients(sim, number, **changes), lr=0.1))
+    second = gradients(sim, number + 500) if sim.plan.period and not sim.full_round else None
+    return on_host(sim, sim.step(gradients(sim, number, **changes), 0.1, second))
 
 
 def step_at_rest(sim, number, *tensors):

@@ -78,6 +78,8 @@ class TwoShot(Communicator):
         return _why_not_first(compressor) or why_not_second(self.second or compressor)
 
     def memory_obstacle(self, memory: Memory) -> str | None:
+        if memory.sends_full:
+            return "sends whole gradients in full rounds; this communicator would compress them on their way back"
         if memory.across_ranks == "joint" and memory.at_owner is None:
             return "must receive the mean of what all ranks have sent; this communicator compresses it again"
         if memory.at_owner is not None and self.shard_memory is not None:

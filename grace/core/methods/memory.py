@@ -17,7 +17,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
 
 # Requirements of a memory; see `Memory.needs`.
-Need: TypeAlias = Literal["lr", "norm", "tensor", "no_momentum"]
+Need: TypeAlias = Literal["lr", "norm", "tensor", "no_momentum", "reference"]
 
 
 class Compensated(NamedTuple):
@@ -100,9 +100,23 @@ class Memory(ABC):
         "lr" is `Site.lr`, which optimizers know and tapes do not; its tensors are not joined. "norm" is `Site.norm`,
         the norm of this rank's gradients of all these tensors together, so none of them is compressed before the last
         one is ready. "tensor" is the tensor as a whole, for instance its norm; it is then neither cut nor joined.
-        "no_momentum" is an optimizer without momentum, because the memory holds it.
+        "no_momentum" is an optimizer without momentum, because the memory holds it. "reference" is `Site.reference`, a
+        second gradient of the same batch, except in full rounds.
         """
         return ()
+
+    @property
+    def period(self) -> int:
+        """Number of steps from one full round to the next on average, for a memory that needs "reference".
+
+        In a full round, ranks pass the gradient of all their data. The ranks draw these rounds from the shared seed.
+        """
+        return 0
+
+    @property
+    def sends_full(self) -> bool:
+        """True if full rounds send what is compressed in other rounds as it is."""
+        return False
 
     @property
     def pace(self) -> float:

@@ -22,6 +22,9 @@ class Site(NamedTuple):
     the learning rate of this step, for memories that need "lr". `norm` is the norm of this rank's gradients of all
     tensors together, for memories that need "norm". Both are 0-d float64 arrays.
 
+    `reference` is this rank's gradient of the same batch at other weights, flat, for memories that need "reference". It
+    is None in a full round, in which the gradient is that of all data of this rank.
+
     `out` is an array that the result of this call may be written to, flat: pass it to one operation that makes an array
     of its dtype and length, as `out=at.out`. For `compress` it is a place for the longest field of the payload, for
     `merge` one for the gradient. For `compensate` it is a tuple of arrays of the state, which the memory
@@ -38,6 +41,7 @@ class Site(NamedTuple):
     memory: State = NO_STATE
     lr: Array | None = None
     norm: Array | None = None
+    reference: Array | None = None
     out: Any = None
 
     @property

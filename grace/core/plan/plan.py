@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.registry import communicators, compressors, memories
@@ -40,7 +41,7 @@ class Plan:
 
     `exchanged` are the tensors that grace exchanges, in this order; `delegated` are those left to the caller.
     `warnings` are about settings that are valid but probably not intended. With `cycle`, the plans of a schedule begin
-    again after so many steps.
+    again after so many steps. `full` is the plan of full rounds, if some memories then send their input as it is.
     """
 
     buckets: tuple[Bucket, ...]
@@ -48,6 +49,23 @@ class Plan:
     delegated: tuple[Assignment, ...]
     warnings: tuple[str, ...] = ()
     cycle: int = 0
+    full: Plan | None = None
+
+    @cached_property
+    def period(self) -> int:
+        """The number of steps from one full round to the next on average; 0 if no memory needs a second gradient.
+
+        Of several memories, the smallest number holds.
+        """
+        memories_of_tensors = (item.memory for item in self.exchanged)
+        return min((memory.period for memory in memories_of_tensors if "reference" in memory.needs), default=0)
+
+    def is_full(self, seed: int, step: Any) -> bool:
+        """Return whether a step is a full round: step 0, and each later one with probability 1 / `period`."""
+        if not self.period:
+            return False
+        drawn = hashlib.blake2b(f"{seed}/full round {step}".encode(), digest_size=8).digest()
+        return step == 0 or int.from_bytes(drawn, "little") % self.period == 0
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -196,6 +214,9 @@ class Plan:
             f"{len(self.delegated)} left to the framework's own allreduce: {self.dense_bytes:,} bytes dense, "
             f"{self.wire_bytes:,} on the wire per rank and step{more}"
         )
+        if self.period:
+            sent = "" if self.full is None else f", which sends {self.full.wire_bytes:,} bytes"
+            lines.append(f"one in {self.period} steps, on average, is a full round{sent}")
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"warning: {text}" for text in self.warnings]
         return "\n".join(lines)
@@ -309,7 +330,24 @@ def make_plan(
     _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
     made = [unit for bucket in buckets for unit in bucket.units]
     warnings = (*_warnings(items, config), *_lost_means(made), *_swollen(made))
-    return Plan(tuple(buckets), tuple(exchanged), tuple(delegated), warnings)
+    plan = Plan(tuple(buckets), tuple(exchanged), tuple(delegated), warnings)
+    if not any(unit.memory.sends_full for unit in made):
+        return plan
+    return dataclasses.replace(plan, full=_full(plan, ranks, config.checksum))
+
+
+def _full(plan: Plan, ranks: Ranks, checksum: bool) -> Plan:
+    """Return the plan of full rounds: of the same units, those whose memory asks for it are not compressed."""
+    dense, buckets = dense_method().compressor, []
+    for bucket in plan.buckets:
+        units = [
+            dataclasses.replace(unit, method=dataclasses.replace(unit.method, compressor=dense))
+            if unit.memory.sends_full
+            else unit
+            for unit in bucket.units
+        ]
+        buckets.append(Bucket(bucket.name, tuple(units), units[0].communicator.route(units, ranks, checksum)))
+    return dataclasses.replace(plan, buckets=tuple(buckets))
 
 
 def _check_units(names: Iterable[str]) -> None:
@@ -492,6 +530,11 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
             "Valid memories: residual, none."
         )
     method.check_memory()
+    if holding and "reference" in method.memory.needs:
+        raise IncompatibleError(
+            f"tensor '{spec.name}' carries a residual of an earlier method, and {method.memory} would take it for a "
+            "part of the gradient. Train with this memory from the start."
+        )
     if holding and not holds_residual(method.memory):
         method = dataclasses.replace(method, memory=memories.make({"name": "leftover", "then": method.memory}))
     method.coding.check(method.compressor.wire(spec), method.compressor)

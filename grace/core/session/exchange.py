@@ -19,7 +19,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
 from grace.core.plan.unit import Assignment
 from grace.core.session.outer import OuterRun, OuterState
-from grace.core.session.outer_setup import check_outer, fragments_of
+from grace.core.session.outer_setup import check_outer, check_references, fragments_of
 from grace.core.session.start import describe
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
 from grace.core.state.checkpoint import saved_carrying
@@ -40,6 +40,8 @@ class Exchange(ABC):
 
     # The exchange as its users call it.
     called: ClassVar[str]
+    # A step takes second gradients, for memories that need them.
+    takes_references: ClassVar[bool] = False
     #: The configuration, with all changes so far.
     config: Config
     #: The number of this rank; -1 outside of the ranks that take part.
@@ -158,6 +160,14 @@ class Exchange(ABC):
         """The plan for the next step: how each tensor is exchanged."""
         return self.run.plan
 
+    @property
+    def full_round(self) -> bool:
+        """True if the next step takes the gradient of all data of a rank, and no second one at other weights.
+
+        This is for memories that need second gradients, such as `marina`. It is equal on all ranks.
+        """
+        return self.run.full_round
+
     def report(self) -> str:
         """Return the start-up report: method, memory, collective and bytes of each tensor, and why some stay dense."""
         outer = "" if self.config.outer is None else f"outer steps: {self.config.outer}\n"
@@ -198,6 +208,7 @@ class Exchange(ABC):
             self._check_idle("change")
             config = change_config(self.config, changes)
             check_outer(config, where, average=True, size=self.size)
+            check_references(config, where, self.takes_references)
             if self._speaks:
                 for optimizer in self.optimizers:
                     warn_of_pairs(config, optimizer, self.config)

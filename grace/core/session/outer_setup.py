@@ -167,6 +167,22 @@ def refuse_outer(config: Config, where: str) -> None:
         )
 
 
+def check_references(config: Config, where: str, possible: bool) -> None:
+    """Raise ConfigError if a memory needs second gradients, for a front end or outer steps that have none."""
+    methods = [*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)]
+    needing = [method.memory for method in methods if "reference" in method.memory.needs]
+    if needing and config.outer is not None:
+        raise ConfigError(
+            f"{where}: outer steps exchange what weights have moved, of which there is no second gradient, and "
+            f"{needing[0]} needs one; use another memory, or leave outer out."
+        )
+    if needing and not possible:
+        raise ConfigError(
+            f"{where}: {needing[0]} needs a second gradient of the same batch at other weights, and no step here takes "
+            "one; use another memory. docs/communicators_and_memories.md lists what takes second gradients."
+        )
+
+
 def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -> dict[str, Any]:
     """Return the options of a configuration with the argument `local_steps`, the short form of `outer`.
 

@@ -18,7 +18,7 @@ from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.session.exchange import Exchange
-from grace.core.session.outer_setup import check_outer, fragments_of, refuse_states, with_added
+from grace.core.session.outer_setup import check_outer, check_references, fragments_of, refuse_states, with_added
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
 from grace.core.state.checks import check_mapping, show
 from grace.core.state.merge import in_rank_order
@@ -204,6 +204,7 @@ class Simulation(Exchange):
     """
 
     called = "Simulation"
+    takes_references = True
 
     def __init__(
         self,
@@ -222,6 +223,7 @@ class Simulation(Exchange):
         made = make_config(config, **options)
         check_outer(made, "Simulation", average=average, size=size)
         refuse_states(made, "Simulation")
+        check_references(made, "Simulation", self.takes_references)
         specs = with_added(made, as_specs(tensors))
         modules = fragments_of(made, specs)
         stages = make_plans(specs, made, ranks=Ranks(size), modules=modules)
@@ -239,12 +241,18 @@ class Simulation(Exchange):
         super().__init__(made, specs, runs, ops, ranks=Ranks(size), world=[(rank, size) for rank in range(size)])
         self.announce(stages)
 
-    def step(self, gradients: Sequence[Mapping[str, Array]], lr: float | None = None) -> list[dict[str, Array]]:
+    def step(
+        self,
+        gradients: Sequence[Mapping[str, Array]],
+        lr: float | None = None,
+        references: Sequence[Mapping[str, Array]] | None = None,
+    ) -> list[dict[str, Array]]:
         """Exchange one gradient per tensor and rank, which are only read; return the merged gradients per rank.
 
-        `lr` is the learning rate with which they will be applied, for memories that correct for it. Raises StepError
-        for a missing or unknown gradient, another shape or dtype, or a missing learning rate. A step that fails leaves
-        all states as they were; with `rollback = false`, memories start from zero.
+        `lr` is the learning rate with which they will be applied, for memories that correct for it. `references` has
+        the gradients of the same batches at other weights, for memories that need them; none if `full_round`. Raises
+        StepError for a missing or unknown gradient, another shape or dtype, or a missing learning rate or reference. A
+        step that fails leaves all states as they were; with `rollback = false`, memories start from zero.
 
         With `outer`, it takes the weights of all ranks after an inner step, and returns those to go on with: other ones
         for tensors that have met.
@@ -254,9 +262,9 @@ class Simulation(Exchange):
         if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
-            for run, mine in zip(self.runs, gradients, strict=True):
+            for run, mine, others in zip(self.runs, gradients, references or [{}] * self.size, strict=True):
                 for name, gradient in mine.items():
-                    run.current.ready(name, gradient, lr)
+                    run.current.ready(name, gradient, lr, others.get(name))
             poll_all(self.runs)
             outcomes = [run.current.finish() for run in self.runs]
         except BaseException:

@@ -14,7 +14,14 @@ from grace.core.observe.timeline import ModuleTimes
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans
 from grace.core.plan.unit import Assignment
-from grace.core.session.outer_setup import check_outer, fragments_of, refuse_outer, with_added, with_local_steps
+from grace.core.session.outer_setup import (
+    check_outer,
+    check_references,
+    fragments_of,
+    refuse_outer,
+    with_added,
+    with_local_steps,
+)
 from grace.core.spec import TensorSpec
 from grace.core.state.run import Run
 from grace.core.transport.transport import TIMEOUT, HandshakeTransport
@@ -106,12 +113,13 @@ class Session(Handshake):
         delegate: Callable[[Assignment], bool] = lambda item: False,
         modules: Modules | None = None,
         outer: bool = False,
+        references: bool = False,
     ) -> Run:
         """Return the run of this process, and describe its exchange to the other ranks.
 
         The arguments are those of `Run` and `Exchange`. `modules` has the module of each tensor, if the framework
-        reduces a model module by module. `outer` says that outer steps are possible. Raises ConfigError if they are
-        not, and the configuration has some.
+        reduces a model module by module. `outer` says that outer steps are possible, and `references` that a step takes
+        second gradients. Raises ConfigError if they are not, and the configuration needs them.
         """
         config, transport = self.config, self.transport
         if outer:
@@ -120,6 +128,7 @@ class Session(Handshake):
             modules = fragments_of(config, specs)
         else:
             refuse_outer(config, self._where)
+        check_references(config, self._where, references)
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
         self.local.update(describe(config, specs, [plan for _, plan in plans], ops))
         run = Run(

@@ -100,6 +100,11 @@ class Run:
         return step_of(self._states)
 
     @property
+    def full_round(self) -> bool:
+        """True if the next step is a full round, which takes the gradients of all data."""
+        return any(now.plan.is_full(self._seed, now.step) for now in self._states.values())
+
+    @property
     def completed(self) -> int:
         """Number of steps that were completed in this process since `reset_completed`; of modules, the largest.
 
@@ -159,11 +164,11 @@ class Run:
 
     def commit(self, outcome: Outcome, module: str = _WHOLE) -> None:
         """Go on with the states of a completed step, in the stage of the next one."""
-        old, new = self._states[module], outcome.states
+        old, new, done = self._states[module], outcome.states, self._current[module]
         if len(new.stages) > 1 and new.plan is not old.plan:
             new = new._replace(units=self._carry(old.plan, new.plan, new.units))
         self._states = {**self._states, module: new}
-        self._last[module] = old.plan, outcome.notes
+        self._last[module] = done.plan, outcome.notes
         self._completed[module] = self._completed.get(module, 0) + 1
         self._owned.add(module)
         del self._current[module]

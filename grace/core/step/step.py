@@ -75,10 +75,14 @@ class Step:
     ) -> None:
         #: The plan, and the number of the step: an int, or a 0-d integer array in a traced graph.
         self.plan, self.number = states.plan, states.step
+        #: True if it is a full round, which takes gradients of all data and no second ones.
+        self.full = self.plan.is_full(seed, self.number)
+        if self.full and self.plan.full is not None:
+            self.plan = self.plan.full
         self._states, self._ops, self._transport = states, ops, transport
         self._seed, self._average, self._rollback, self._owned = seed, average, rollback, owned
         self._track_norms, self._times = track_norms, times or Times()
-        self._incoming = Incoming(self.plan, ops)
+        self._incoming, self._references = Incoming(self.plan, ops), Incoming(self.plan, ops)
         self._outgoing: Outgoing | None = None
         self._own = Outgoing(self.plan, ops, {}, transport.rank) if keeps_own else None
         self._buckets: dict[str, BucketStep] = {}
@@ -101,11 +105,15 @@ class Step:
         """True if a gradient has come."""
         return bool(self._incoming.names)
 
-    def ready(self, name: str, gradient: Array, lr: Any = None, *, unused: bool = False) -> None:
+    def ready(
+        self, name: str, gradient: Array, lr: Any = None, reference: Array | None = None, *, unused: bool = False
+    ) -> None:
         """Take a finished gradient, which is only read, and the step's learning rate if memories need it.
 
+        `reference` is the gradient of the same batch at other weights, if the memory needs it, except in a full round.
         With `unused` it is zeros, since this rank has none; `finish` must then be told if no other rank has one either.
-        Raises StepError for a wrong name, shape, dtype or order, or if the learning rate is missing.
+        Raises StepError for a wrong name, shape, dtype or order, or if the learning rate or the second gradient is
+        missing.
         """
         item = self._item(name)
         if unused:
@@ -115,7 +123,7 @@ class Step:
                 f"tensor '{name}': expected a gradient of shape {item.spec.shape}, "
                 f"received {tuple(gradient.shape)}; parameters must keep their shape."
             )
-        self._take(item, [gradient], lr)
+        self._take(item, [gradient], lr, reference)
 
     def _keep_memories(self, tensor: str) -> None:
         """Keep what the memories hold for a tensor until the end of the step."""
@@ -151,7 +159,8 @@ class Step:
         self._resting.add(name)
         if alone:
             self._alone.add(name)
-        self._take(item, [self._ops(item.spec.device).zeros(item.spec.numel, item.spec.dtype)], lr)
+        zeros = self._ops(item.spec.device).zeros(item.spec.numel, item.spec.dtype)
+        self._take(item, [zeros], lr, None if self.full else zeros)
 
     def _item(self, name: str) -> Assignment:
         if name not in self.plan.assignment_of:
@@ -161,7 +170,7 @@ class Step:
             )
         return self.plan.assignment_of[name]
 
-    def _take(self, item: Assignment, gradient: Sequence[Array], lr: Any) -> None:
+    def _take(self, item: Assignment, gradient: Sequence[Array], lr: Any, reference: Array | None = None) -> None:
         name, dtype = item.spec.name, self._ops(item.spec.device).dtype(gradient[0])
         if dtype != item.spec.dtype:
             raise StepError(
@@ -174,12 +183,16 @@ class Step:
                 "expected one gradient per tensor and step."
             )
         check_lr(item, lr)
+        others: dict[str, Array] = {}
+        self.check_reference(item, reference)
+        if "reference" in item.memory.needs and reference is not None:
+            others = {unit.spec.name: flat for unit, flat in self._references.add(name, [reference])}
         self._times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
             if "norm" in unit.memory.needs:
                 self._until_norm.append((unit, flat, lr))
             else:
-                self._begin_unit(unit, flat, lr)
+                self._begin_unit(unit, flat, lr, reference=others.get(unit.spec.name))
         if self._until_norm and self.plan.needing_norm <= self._incoming.names:
             waiting = list(self._until_norm)
             self._until_norm.clear()
@@ -187,7 +200,31 @@ class Step:
             for unit, flat, rate in waiting:
                 self._begin_unit(unit, flat, rate, norm)
 
-    def _begin_unit(self, unit: Unit, flat: Array, lr: Any, norm: Array | None = None) -> None:
+    def check_reference(self, item: Assignment, reference: Array | None) -> None:
+        """Raise StepError for a second gradient in a full round, or a missing or unfit one in any other step."""
+        name, spec = item.spec.name, item.spec
+        if "reference" not in item.memory.needs:
+            return
+        if (reference is None) != self.full:
+            given = "received none" if reference is None else "received one"
+            raise StepError(
+                f"tensor '{name}', step {self.number}: memory '{memories.name_of(item.memory)}' takes the gradient of "
+                "all data and no second one in a full round, and a second one of the same batch in any other step; "
+                f"{given} in {'a full round' if self.full else 'a step that is none'}. Ask `full_round` before a step, "
+                "or pass step() a closure."
+            )
+        if reference is None:
+            return
+        found = tuple(reference.shape), self._ops(spec.device).dtype(reference)
+        if found[1] != spec.dtype or found[0] not in (spec.shape, (spec.numel,)):
+            raise StepError(
+                f"tensor '{name}': expected a second gradient of shape {spec.shape} and {spec.dtype}, like the first, "
+                f"received {found[0]} and {found[1]}."
+            )
+
+    def _begin_unit(
+        self, unit: Unit, flat: Array, lr: Any, norm: Array | None = None, reference: Array | None = None
+    ) -> None:
         name = unit.spec.name
         bucket = self.plan.bucket_of[name]
         under_way = self._buckets.get(bucket.name)
@@ -198,7 +235,7 @@ class Step:
         under_way.steps.append(step)
         if under_way.buffer is not None:
             step.write_to(under_way.buffer.places.get(name))
-        step.begin(flat, lr, norm)
+        step.begin(flat, lr, norm, reference=reference)
         if len(under_way.steps) == len(bucket.units):
             position = {each.spec.name: i for i, each in enumerate(bucket.units)}
             under_way.steps.sort(key=lambda step: position[step.unit.spec.name])

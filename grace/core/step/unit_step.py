@@ -91,11 +91,19 @@ class UnitStep:
         """Let kernels write the longest field of the payload to an array that has its dtype and length."""
         self._place = place
 
-    def begin(self, gradient: Array, lr: Any = None, norm: Array | None = None, flags: Sequence[Array] = ()) -> None:
+    def begin(
+        self,
+        gradient: Array,
+        lr: Any = None,
+        norm: Array | None = None,
+        flags: Sequence[Array] = (),
+        reference: Array | None = None,
+    ) -> None:
         """Compensate a flat gradient, which is only read; compress it unless the ranks must negotiate first.
 
         `norm` is that of all gradients, if the memory needs it; without it, this is the only one. `flags` are the
-        conditions of the ranks whose mean the gradient is; they count as those of this rank.
+        conditions of the ranks whose mean the gradient is; they count as those of this rank. `reference` is the second
+        gradient, flat, if the memory needs it and this is no full round.
         """
         unit, ops, spec = self.unit, self.site.ops, self.unit.spec
         self.lr = lr
@@ -104,6 +112,8 @@ class UnitStep:
         if "norm" in unit.memory.needs:
             norm = wide_norm(ops, gradient) if norm is None else ops.cast(norm, "float64")
             self.site = self.site._replace(norm=norm)
+        if reference is not None:
+            self.site = self.site._replace(reference=ops.cast(reference, spec.work_dtype))
         gradient, memory = ops.cast(gradient, spec.work_dtype), widen(unit, self.states["memory"], ops)
         fused, at = unit.fused, self.site
         if self._owned and fused.overwritten:

@@ -163,6 +163,16 @@ def test_residuals_follow_the_learning_rate(launch):
 
 
 @each_size
+def test_second_gradients_are_exchanged_as_in_a_simulation(launch):
+    results = scenario("second_gradients", launch)
+    for rank in results:
+        assert rank["kinds"][0]
+        assert not all(rank["kinds"])
+        assert all("received none in a step that is none" in error for error in rank["errors"])
+        assert (rank["kinds"], rank["digests"]) == (results[0]["kinds"], results[0]["digests"])
+
+
+@each_size
 def test_a_schedule_counts(launch):
     for rank in scenario("scheduled", launch):
         assert rank["methods"] == ["none", "none", "topk"]

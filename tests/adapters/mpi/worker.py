@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -369,6 +370,25 @@ def learning_rates() -> dict[str, Any]:
         assert all(np.allclose(mine[name], x, atol=1e-6) for name, x in expected.items()), number
     exchange.close()
     return {"error": error, "digests": [digest(m) for m in merged]}
+
+
+def second_gradients() -> dict[str, Any]:
+    """Exchange with second gradients, by MPI and simulated, and leave them out once."""
+    config = {"compressor": "qsgd", "memory": {"name": "marina", "period": 3}, "default_rules": False}
+    exchange, simulation = make_exchange(TENSORS, config), grace.Simulation(SIZE, TENSORS, config)
+    merged, kinds, errors = [], [], []
+    for number in range(6):
+        full = exchange.full_round
+        others = None if full else [gradients(100 + number, rank) for rank in range(SIZE)]
+        if not full:
+            errors.append(outcome(functools.partial(exchange, gradients(number, RANK))))
+        mine = exchange(gradients(number, RANK), references=others and others[RANK])
+        expected = simulation.step([gradients(number, rank) for rank in range(SIZE)], references=others)[RANK]
+        assert all(np.allclose(mine[name], x, atol=1e-6) for name, x in expected.items()), number
+        merged.append(mine)
+        kinds.append(full)
+    exchange.close()
+    return {"errors": errors, "kinds": kinds, "digests": [digest(m) for m in merged]}
 
 
 def scheduled() -> dict[str, Any]:
