@@ -16,6 +16,7 @@ from grace.core.errors import GraceError, GraceWarning, StepError
 from grace.core.state.merge import optimizer_state
 from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated
+from grace.torch.references import References
 from grace.torch.views import GradientViews
 
 # By these marks, a learning-rate scheduler finds that it counts the steps of an optimizer.
@@ -116,6 +117,7 @@ class GradientAdapter(OptimizerAdapter):
         super().__init__(*given)
         self.delegated, self.sparse_as_dense, self.views = delegated, sparse_as_dense, views
         self.loss_scale = self.exchange.loss_scale
+        self.references = References(self.exchange, self.optimizer, self.names)
         self.library_synchronize = self.optimizer.synchronize
         # Keep the index of the group, because loading a checkpoint replaces the group objects.
         self.group_of = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
@@ -189,7 +191,7 @@ class GradientAdapter(OptimizerAdapter):
         gradient = gradient.detach()
         if self.loss_scale is not None:
             gradient = self.loss_scale.unscaled(gradient)
-        self.run.current.ready(name, gradient, lr)
+        self.run.current.ready(name, gradient, lr, self.references.of(p))
         return functools.partial(self.exchange.result, name), None
 
     # --- what users call --------------------------------------------------------------------------------------------
@@ -233,7 +235,11 @@ class GradientAdapter(OptimizerAdapter):
         optimizer, exchange = self.optimizer, self.exchange
         self.rollback.check()
         loss = None
-        if closure is not None:
+        if self.references.needed and optimizer._should_synchronize:
+            loss = self.references.evaluate(closure)
+            for p in optimizer._handles:
+                optimizer._handles[p] = self.start(p)
+        elif closure is not None:
             # Before the exchange of the gradients that it computes.
             with torch.enable_grad():
                 loss = closure()
@@ -247,6 +253,7 @@ class GradientAdapter(OptimizerAdapter):
             self.synchronize()
         optimizer._synchronized = False
         result = self.plain.step()
+        self.references.applied()
         self.rollback.release()
         if self.loss_scale is not None:
             self.loss_scale.applied(optimizer)

@@ -54,6 +54,8 @@ class Exchange(core.Exchange):
         self._merged: dict[str, torch.Tensor] = {}
         # PyTorch's buffers with the gradients of the current step.
         self._gradients: dict[str, torch.Tensor] = {}
+        #: The weights at which second gradients are computed, by name; None before the first full round.
+        self.earlier: Mapping[str, torch.Tensor] | None = None
         self.loss_scale = None if scaler is None else LossScale(scaler, self.run)
         #: What watches over the exchanged gradients of a model in DDP.
         self.applied: Applied | None = None
@@ -132,6 +134,7 @@ class Exchange(core.Exchange):
         self._merged.clear()
         if saved is None:
             self.run.reset()
+            self.earlier = None
             self._forget_earlier()
         if told:
             self._warn(told)
@@ -164,8 +167,15 @@ class Exchange(core.Exchange):
         # With outer steps, the weights of a rank are its own between two meetings.
         return self.outers[0].equal_weights if self.outers else self._parameters
 
+    def _saved(self, run: Run) -> dict[str, Any]:
+        saved = super()._saved(run)
+        return saved if self.earlier is None else {**saved, "earlier": dict(self.earlier)}
+
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
         result = super()._load(run, rank, state)
+        # Equal on all ranks.
+        saved = (state[0] if isinstance(state, list) else state).get("earlier")
+        self.earlier = saved and {name: self._place(saved[name], p) for name, p in self._parameters.items()}
         self._forget_earlier()
         return result
 

@@ -24,6 +24,7 @@ from grace.torch.library import Settings, connect
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
 from grace.torch.outer import OuterAdapter
+from grace.torch.references import follows
 from grace.torch.steps import check_optimizer, describe
 from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
@@ -72,8 +73,9 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
 
     Returns an instance of the optimizer's class: a new one with Horovod; with torch.distributed or `outer` the
     given optimizer, changed. It has the attribute `grace`, an `Exchange`. `step(closure)` evaluates the closure,
-    exchanges its gradients and updates the weights. A single process compresses as well. All ranks of the process set
-    or group must call this function.
+    exchanges its gradients and updates the weights. With the memories `marina` and `lsvrg`, it evaluates the closure
+    twice, except in full rounds, first at earlier weights. A single process compresses as well. All ranks of the
+    process set or group must call this function.
 
     Raises ConfigError for arguments that are not supported (`compression`, `groups`, Adasum, LBFGS), and
     MismatchError on every rank if the ranks differ in configuration or parameters.
@@ -134,7 +136,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 made.outer, optimizer, {p: names[p] for p in trained}, lambda: buffers, library.transport, _WHERE
             )
             specs += beside.specs
-        run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True)
+        run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True, references=not outer)
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
         refuse_unfrozen,
@@ -145,6 +147,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     # Outer steps exchange no gradients, which the exchange would unscale.
     exchange = Exchange(session, library, parameters, None if outer else scaler)
     exchange.optimizers.append(used)
+    exchange.takes_references = True
+    follows(exchange)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
     if beside is not None:

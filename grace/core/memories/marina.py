@@ -43,6 +43,7 @@ class Marina(Memory):
     finishes = True
     across_ranks = "equal"
     sends_full = True
+    follows = True
 
     def __post_init__(self) -> None:
         check_period("marina", self.period)

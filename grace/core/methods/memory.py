@@ -114,6 +114,11 @@ class Memory(ABC):
         return 0
 
     @property
+    def follows(self) -> bool:
+        """True if second gradients are at the weights of the step before, and not of the last full round."""
+        return False
+
+    @property
     def sends_full(self) -> bool:
         """True if full rounds send what is compressed in other rounds as it is."""
         return False

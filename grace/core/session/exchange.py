@@ -41,7 +41,7 @@ class Exchange(ABC):
     # The exchange as its users call it.
     called: ClassVar[str]
     # A step takes second gradients, for memories that need them.
-    takes_references: ClassVar[bool] = False
+    takes_references: bool = False
     #: The configuration, with all changes so far.
     config: Config
     #: The number of this rank; -1 outside of the ranks that take part.

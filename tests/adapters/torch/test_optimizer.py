@@ -292,6 +292,20 @@ def test_closures_are_exchanged_and_lbfgs_is_refused(launch):
 
 
 @usual_launches
+def test_a_closure_at_earlier_weights_gives_second_gradients(launch):
+    ranks = scenario("second_gradients", launch)
+    for rank in ranks:
+        assert rank["wrong"] == []
+        assert {len(drawn) for drawn in rank["drawn"]} == {1, 2}
+        assert all(len(set(drawn)) == 1 for drawn in rank["drawn"])
+        assert rank["weights"] == ranks[0]["weights"]
+        assert all(one == resumed for one, resumed in rank["weights"])
+        assert "step() was called without a closure" in rank["without"]
+        assert "closure computes all at once" in rank["both"]
+        assert "no step here takes one" in rank["registered"] or not rank["registered"]
+
+
+@usual_launches
 def test_a_second_synchronize_exchanges_nothing(launch):
     ranks = scenario("synchronized_twice", launch)
     assert same(ranks)

@@ -171,6 +171,81 @@ def closures() -> dict[str, Any]:
     return {"weights": weights[0][0], "equal": weights[0] == weights[1], "refused": refused}
 
 
+class _Line:
+    """Least squares of each rank, in batches, and the steps of a simulation."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x, self.y = (torch.randn(world_size(), 4, 8, n, generator=generator) for n in (12, 5))
+        self.config = {"compressor": "blockwise", "communicator": "allgather", "default_rules": False, **config}
+        self.simulation = grace.Simulation(world_size(), {"weight": (5, 12)}, self.config, framework="torch")
+        self.w = self.earlier = torch.zeros(5, 12)
+
+    def gradients(self, w: torch.Tensor, batch: int | None) -> list[dict[str, torch.Tensor]]:
+        """Return the gradients of a batch on all ranks, or of all batches."""
+        chosen = slice(None) if batch is None else slice(batch, batch + 1)
+        each = (self.x @ w.T - self.y).mT @ self.x * (2 / 40)
+        return [{"weight": mine.mean(dim=0)} for mine in each[:, chosen]]
+
+    def evaluate(self, optimizer: Any, model: torch.nn.Module, number: int, drawn: list[float]) -> torch.Tensor:
+        """Compute the gradients of a batch, or in a full round of all batches; note a random number."""
+        optimizer.zero_grad()
+        drawn.append(float(torch.rand(1)))
+        mine, full = my_rank(), optimizer.grace.full_round
+        for batch in range(4) if full else [number % 4]:
+            loss = F.mse_loss(model(self.x[mine, batch]), self.y[mine, batch]) / (4 if full else 1)
+            loss.backward()
+        return loss
+
+    def step(self, number: int) -> torch.Tensor:
+        """Take a step of the simulation with learning rate 0.1, and return the new weights."""
+        full = self.simulation.full_round
+        second = None if full else self.gradients(self.earlier, number % 4)
+        merged = self.simulation.step(self.gradients(self.w, None if full else number % 4), references=second)
+        if full or self.config["memory"]["name"] == "marina":
+            self.earlier = self.w
+        self.w = self.w - 0.1 * merged[my_rank()]["weight"]
+        return self.w
+
+
+def second_gradients() -> dict[str, Any]:
+    """Train with closures that are evaluated twice, as a simulation does; load in the middle, and leave one out."""
+    report: dict[str, Any] = {"wrong": [], "drawn": [], "weights": []}
+    for memory in ({"name": "marina", "period": 3}, {"name": "lsvrg", "period": 3, "then": "residual"}):
+        line = _Line({"memory": memory})
+        model, again = (torch.nn.Linear(12, 5, bias=False) for _ in "ab")
+        torch.nn.init.zeros_(model.weight)
+        optimizer, resumed = (
+            wrap(each, line.config, optimizer=sgd(each, lr=0.1, momentum=0.0)) for each in (model, again)
+        )
+
+        for number in range(8):
+            drawn: list[float] = []
+            optimizer.step(functools.partial(line.evaluate, optimizer, model, number, drawn))
+            if not torch.allclose(model.weight, line.step(number), atol=1e-5):
+                report["wrong"].append((memory["name"], number))
+            report["drawn"].append(drawn)
+            if number > 4:
+                resumed.step(functools.partial(line.evaluate, resumed, again, number, []))
+            if number == 4:
+                again.load_state_dict(model.state_dict())
+                resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        report["weights"].append([digest(net.parameters()) for net in (model, again)])
+        report["without"] = outcome(lambda which=optimizer: which.step())
+    report["registered"] = (
+        outcome(
+            lambda: grace.torch.register(
+                torch.nn.parallel.DistributedDataParallel(make_net()), {"compressor": "qsgd", "memory": "marina"}
+            )
+        )
+        if dist.is_initialized()
+        else ""
+    )
+    both = [{"match": "left.*", "compressor": "qsgd", "memory": "lsvrg"}]
+    report["both"] = outcome(lambda: wrap(make_net(), {"compressor": "qsgd", "memory": "marina", "rules": both}))
+    return report
+
+
 def synchronized_twice() -> dict[str, Any]:
     """Call synchronize() and then step(), which Horovod allows; compare with one exchange.
 
