@@ -71,7 +71,7 @@ WITHIN = {
 AGAIN = ("precision_sum", "leading_sum", "rotated_sum")
 # Methods that make all their passes over the gradient by kernels.
 WHOLE = ("fp16", "signsgd", "efsignsgd", "onebit", "topk", "threshold", "randomk", "qsgd", "terngrad", "natural")
-WHOLE += ("eightbit", "uniform", "eden", "3lc")
+WHOLE += ("eightbit", "uniform", "blockwise", "eden", "3lc")
 # A copy reads and writes a float32.
 COPY = 8
 COLUMNS = {

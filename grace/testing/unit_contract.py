@@ -98,27 +98,33 @@ class UnitContract(ABC):
 
     def test_a_sum_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
         for memory in (*map(memories.make, memories), Residual(beta=0.9)):
-            fuse = fusions.compress_sum.find(compressor, memory)
-            for spec in self.specs(compressor, ops) if fuse else []:
+            found = [fusion.find(compressor, memory) for fusion in (fusions.compress_sum, fusions.compress_feedback)]
+            for spec in self.specs(compressor, ops) if any(found) else []:
                 at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
                 for bad in (0.0, np.nan, -np.inf):
                     gradient = draw(spec, 1)
                     gradient[spec.numel // 2 :] += bad
                     state = {k: array(ops, draw(spec, 3), spec.work_dtype) for k in memory.init(spec, ops)}
                     grad = array(ops, gradient, spec.work_dtype)
-                    assert fuse is not None
-                    made = fuse(compressor, memory, grad, state, at)
-                    if made is None:
-                        continue
-                    x, payload, finite = made
-                    expected, in_progress, _ = memory.compensate(grad, state, at)
-                    assert not in_progress
-                    assert bool(finite) == bool(ops.finite(expected)), (memory, spec, bad)
-                    if finite:
-                        assert same(host(ops, x), host(ops, expected)), (memory, spec)
-                        one, two = (payload_on_host(ops, p) for p in (payload, compressor.compress(expected, at)))
-                        assert one.keys() == two.keys()
-                        assert all(same(one[name], two[name]) for name in one), (memory, spec)
+                    for fuse in found:
+                        made = fuse and fuse(compressor, memory, grad, state, at)
+                        if made is None:
+                            continue
+                        first, payload, finite = made
+                        expected, in_progress, _ = memory.compensate(grad, state, at)
+                        assert not in_progress
+                        assert bool(finite) == bool(ops.finite(expected)), (memory, spec, bad)
+                        if finite:
+                            sent = compressor.compress(expected, at)
+                            one, two = (payload_on_host(ops, p) for p in (payload, sent))
+                            assert one.keys() == two.keys()
+                            assert all(same(one[name], two[name]) for name in one), (memory, spec)
+                            # One fusion returns the sum, the other one the state that `update` makes of it.
+                            one, two = {"x": first}, {"x": expected}
+                            if isinstance(first, dict):
+                                one, two = first, memory.update(ops.copy(expected), sent, compressor, in_progress, at)
+                            assert one.keys() == two.keys()
+                            assert all(same(host(ops, one[k]), host(ops, two[k])) for k in one), (memory, spec)
 
     def test_what_is_scaled_while_it_merges_is_the_merged_gradient(self, compressor: Compressor, ops: ArrayOps) -> None:
         scale = fusions.merge_scaled.find(compressor)

@@ -481,6 +481,33 @@ GRACE_KERNEL(round_packed, "x T, scales T, levels T; width, stochastic, key -> u
     });
 }
 
+GRACE_KERNEL(sum_round, "x T, y T, levels T; width; a, b -> T[x], uint8[packed], T[buckets], uint8[1]") {
+    call.expect(3, 1, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, width = width_at(call, 0);
+        if (width > kRoundWidth) {
+            call.fail(Error::Kind::value, "expected buckets of at most " + std::to_string(kRoundWidth) +
+                                              " elements, received " + std::to_string(width));
+        }
+        const int bits = level_bits(call, 2);
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n), *levels = call.input<T>(2);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        T* out = call.output<T>(n);
+        uint8_t* codes = call.output<uint8_t>(packed_size(n, bits));
+        const int64_t buckets = divide_up(n, width);
+        T* norms = call.output<T>(buckets);
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, sum_round, x, a, y, b, width, levels, bits, out, codes, norms, good, n);
+        const int64_t each = std::max<int64_t>(1, kPiece / round_unit(width)) * round_unit(width);
+        call.parallel(divide_up(n, each), [&](int64_t task) {
+            loops<T>().sum_round(x, a, y, b, width, levels, bits, out, norms, codes, task * each,
+                                 std::min(n, (task + 1) * each), is_large<T>(n));
+        });
+        *good = loops<T>().finite(norms, buckets) ? 1 : 0;
+    });
+}
+
 GRACE_KERNEL(levels_sum, "[onto_ T], codes uint8..., scales T..., levels T...; ranks, width, n, has_onto -> T[n]") {
     const int ranks = ranks_at(call, 0), first = call.integer(3) != 0 ? 1 : 0;
     call.expect(first + 3 * ranks, 4, 0);

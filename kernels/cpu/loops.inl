@@ -626,6 +626,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             from_integers<T, int16_t>,
             from_integers<T, int32_t>,
             level_codes<T>,
+            sum_round<T>,
             levels_sum<T>,
             rotate<T>,
             spread_in_frame<T>,

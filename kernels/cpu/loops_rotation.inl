@@ -446,6 +446,121 @@ static void level_codes(const T* x, const T* scales, int64_t width, const T* lev
     }
 }
 
+#if defined(__AVX512F__)
+// Does sum_round for buckets of whole registers and 16 levels. The buckets of a block are first added and then rounded,
+// so that what a bucket waits for is computed while others are.
+struct SumRounding {
+    __m512 a, b, table, lows, highs;
+    bool plain;
+
+    SumRounding(float first, float second, const float* levels)
+        : a(_mm512_set1_ps(first)), b(_mm512_set1_ps(second)), table(_mm512_loadu_ps(levels)),
+          lows(_mm512_maskz_expandloadu_ps(0xFFFE, levels)), highs(_mm512_maskz_mov_ps(0xFFFE, table)),
+          plain(first == 1 && second == 1) {}
+
+    // Writes the sum of a bucket; returns its largest magnitude.
+    float add(const float* x, const float* y, int64_t width, float* target) const {
+        const __m512i size = _mm512_set1_epi32(INT32_MAX);
+        __m512i most = _mm512_setzero_si512();
+        for (int64_t i = 0; i < width; i += 16) {
+            fetch_ahead<16>(x + i);
+            fetch_ahead<16>(y + i);
+            const __m512 first = _mm512_loadu_ps(x + i), second = _mm512_loadu_ps(y + i);
+            const __m512 sum = plain ? _mm512_add_ps(first, second)
+                                     : _mm512_add_ps(_mm512_mul_ps(first, a), _mm512_mul_ps(second, b));
+            _mm512_storeu_ps(target + i, sum);
+            most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(sum), size));
+        }
+        return bits_as<float>(_mm512_reduce_max_epu32(most));
+    }
+
+    // Rounds a sum in place.
+    void round(float norm, int64_t width, float* target, uint8_t* codes) const {
+        // The thresholds of `count_thresholds`; number 0 is not used.
+        const __m512 scale = _mm512_set1_ps(norm), minus = _mm512_set1_ps(-norm);
+        const __m512 low = _mm512_mul_ps(lows, scale), high = _mm512_mul_ps(highs, scale);
+        const __m512 half_way = _mm512_add_ps(low, _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_sub_ps(high, low)));
+        const __m512 ascending = _mm512_min_ps(half_way, high);
+        const auto threshold = [&](int at) { return _mm512_permutexvar_ps(_mm512_set1_epi32(at), ascending); };
+        const __m512 fourth = threshold(4), eighth = threshold(8), twelfth = threshold(12);
+        const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2), four = _mm512_set1_epi32(4);
+        const __m512i eight = _mm512_set1_epi32(8);
+        for (int64_t i = 0; i < width; i += 16) {
+            const __m512 sum = _mm512_loadu_ps(target + i);
+            const __mmask16 upper = _mm512_cmp_ps_mask(sum, eighth, _CMP_GE_OQ);
+            const __m512 middle = _mm512_mask_blend_ps(upper, fourth, twelfth);
+            __m512i code = _mm512_maskz_mov_epi32(upper, eight);
+            code = _mm512_mask_or_epi32(code, _mm512_cmp_ps_mask(sum, middle, _CMP_GE_OQ), code, four);
+#pragma GCC unroll 2
+            for (int half = 2; half > 0; half /= 2) {
+                const __m512i at = _mm512_or_si512(code, half == 2 ? two : one);
+                const __m512 here = _mm512_permutexvar_ps(at, ascending);
+                code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(sum, here, _CMP_GE_OQ), at);
+            }
+            const __m512 sent = _mm512_mul_ps(_mm512_permutexvar_ps(code, table), minus);
+            _mm512_storeu_ps(target + i, _mm512_add_ps(sum, sent));
+            // Two codes of neighbours, in the low byte of 64 bits.
+            const __m512i pair = _mm512_or_si512(code, _mm512_srli_epi64(code, 28));
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i / 2), _mm512_cvtepi64_epi8(pair));
+        }
+    }
+};
+#endif
+
+template <int bits, class T>
+static void sum_round_by(const T* x, T a, const T* y, T b, int64_t width, const T* levels, T* out, T* norms,
+                         uint8_t* codes, int64_t begin, int64_t end, bool around) {
+    alignas(64) T held[kRotation], values[kBlock];
+    alignas(64) uint8_t found[kRotation];
+    const int64_t unit = round_unit(width), step = lesser(1, kBlock / unit) == 0 ? unit : kBlock / unit * unit;
+    for (int64_t at = begin; at < end; at += step) {
+        const int64_t length = lesser(step, end - at);
+        T* target = around ? held : out + at;
+#if defined(__AVX512F__)
+        if constexpr (bits == 4 && sizeof(T) == sizeof(float)) {
+            if (width % 16 == 0 && length % width == 0) {
+                const SumRounding rounding(a, b, levels);
+                T* of_block = norms + at / width;
+                for (int64_t i = 0; i < length; i += width) {
+                    of_block[i / width] = rounding.add(x + at + i, y + at + i, width, target + i);
+                }
+                for (int64_t i = 0; i < length; i += width) {
+                    rounding.round(of_block[i / width], width, target + i, codes + (at + i) / 2);
+                }
+                if (around) write_around(out + at, held, length * int64_t(sizeof(T)));
+                continue;
+            }
+        }
+#endif
+        weighted_sum(x + at, a, y + at, b, target, length, false);
+        for (int64_t i = 0; i < length; i += 64) {
+            fetch_ahead<64>(x + at + i);
+            fetch_ahead<64>(y + at + i);
+        }
+        for (int64_t i = 0; i < length; i += width) {
+            const int64_t count = lesser(width, length - i);
+            const T norm = norms[(at + i) / width] = max_abs(target + i, count);
+            round_to_levels<bits>(target + i, levels, norm, nullptr, found + i, count);
+            look_up<bits>(levels, found + i, values, count);
+            for (int64_t j = 0; j < count; ++j) target[i + j] += values[j] * -norm;
+        }
+        pack(found, bits, length, codes + at / 8 * bits);
+        if (around) write_around(out + at, held, length * int64_t(sizeof(T)));
+    }
+    if (around) settle();
+}
+
+template <class T>
+static void sum_round(const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out, T* norms,
+                      uint8_t* codes, int64_t begin, int64_t end, bool around) {
+    switch (bits) {
+        case 1: return sum_round_by<1>(x, a, y, b, width, levels, out, norms, codes, begin, end, around);
+        case 2: return sum_round_by<2>(x, a, y, b, width, levels, out, norms, codes, begin, end, around);
+        case 3: return sum_round_by<3>(x, a, y, b, width, levels, out, norms, codes, begin, end, around);
+        default: return sum_round_by<4>(x, a, y, b, width, levels, out, norms, codes, begin, end, around);
+    }
+}
+
 template <int bits, class T>
 static void levels_sum_by(const Listed<T>* ranks, int count, int64_t width, const T* onto, T* out, int64_t begin,
                           int64_t end, bool around) {

@@ -163,6 +163,46 @@ __device__ void levels_of(const T* x, const T* scales, const Divisor& width, int
     }
 }
 
+// Does sum_round for buckets of 8 * `lanes` elements; a thread handles 8 of them. `lanes` is a power of two.
+template <class T>
+__global__ void sum_round_kernel(const T* x, T a, const T* y, T b, int lanes, const T* levels, int bits, T* out,
+                                 uint8_t* codes, T* norms, int64_t groups, int64_t n) {
+    using Word = typename Format<T>::Word;
+    const int64_t step = int64_t(gridDim.x) * kThreads, start = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+    // The bound is the same for all threads of a warp, so they leave the loop together.
+    for (int64_t group = start; group / kWarp * kWarp < groups; group += step) {
+        const int count = group < groups ? group_size(group, n) : 0;
+        T first[8], second[8], sum[8];
+        load_group(x, group, count, first);
+        load_group(y, group, count, second);
+        Word most = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            sum[j] = first[j] * a + second[j] * b;
+            const Word word = magnitude_bits(sum[j]);
+            most = word > most ? word : most;
+        }
+        for (int far = lanes / 2; far > 0; far /= 2) {
+            const Word other = __shfl_xor_sync(kAll, most, far);
+            most = other > most ? other : most;
+        }
+        if (count == 0) continue;
+        const T norm = bits_as<T>(most);
+        if (group % lanes == 0) norms[group / lanes] = norm;
+        uint32_t found[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            found[j] = j < count ? index_of_level(sum[j], levels, 1 << bits, norm, T(0.5)) : 0u;
+            sum[j] += levels[found[j]] * -norm;
+        }
+        store_codes(found, bits, group, count, n, codes);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j < count) out[8 * group + j] = sum[j];
+        }
+    }
+}
+
 }  // namespace
 
 template <class Code> void pack(const Stream& on, const Code* codes, int bits, uint8_t* out, int64_t n) {
@@ -360,6 +400,24 @@ void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, 
 }
 
 template <class T>
+void sum_round(const Stream& on, const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out,
+               uint8_t* codes, T* norms, uint8_t* good, int64_t n) {
+    const int64_t lanes = width / 8, groups = divide_up(n, 8);
+    if (width % 8 == 0 && lanes <= kWarp && (lanes & (lanes - 1)) == 0) {
+        launch(on, blocks_for(groups, kThreads), sum_round_kernel<T>, x, a, y, b, int(lanes), levels, bits, out, codes,
+               norms, groups, n);
+    } else {
+        weighted_sum(on, x, a, y, b, out, n);
+        bucket_norms(on, out, n, width, true, norms);
+        round_packed(on, out, norms, width, levels, bits, nullptr, codes, n);
+        const ListedValue<T> value{divisor(width), bits};
+        const Listed<T> sent{codes, norms, levels};
+        map(on, out, n, [=] __device__(int64_t i) { return out[i] - value(sent, i); });
+    }
+    finite(on, norms, divide_up(n, width), good);
+}
+
+template <class T>
 void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t width, int bits, const T* onto, T* out,
                 int64_t n) {
     sum_parts(on, ranks, onto, out, n, ListedValue<T>{divisor(width), bits});
@@ -433,6 +491,8 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
     template void dequantize_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, int, int, const T*, T*, int64_t); \
     template void round_packed<T>(const Stream&, const T*, const T*, int64_t, const T*, int, const RandomKey*,        \
                                   uint8_t*, int64_t);                                                                 \
+    template void sum_round<T>(const Stream&, const T*, T, const T*, T, int64_t, const T*, int, T*, uint8_t*, T*,      \
+                               uint8_t*, int64_t);                                                                    \
     template void levels_sum<T>(const Stream&, const std::vector<Listed<T>>&, int64_t, int, const T*, T*, int64_t);
 GRACE_MAKE(float)
 GRACE_MAKE(double)

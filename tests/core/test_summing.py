@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grace.core.compressors.blockwise import Blockwise
 from grace.core.compressors.contrib.rtopk import RTopK
 from grace.core.compressors.contrib.strom import Strom
 from grace.core.compressors.efsignsgd import EFSignSGD
@@ -48,18 +49,38 @@ def run(compressor, memory, ops):
 )
 @pytest.mark.parametrize(
     "compressor",
-    [TopK(0.1), TopK(1.0), Threshold(1.0), Threshold(0.5, capacity=0.1), Strom(1.0), RTopK(0.1), EFSignSGD()],
+    [
+        *(TopK(0.1), TopK(1.0), Threshold(1.0), Threshold(0.5, capacity=0.1), Strom(1.0), RTopK(0.1), EFSignSGD()),
+        *(Blockwise(), Blockwise("fp4", 7), Blockwise(bucket_size=0)),
+    ],
     ids=str,
 )
 def test_a_step_gives_the_same_with_and_without_it(compressor, memory, framework):
     ops, plain = get_ops(framework), unfused(compressor)
-    assert unit_of(compressor, memory, SPEC).fused.compress_sum
-    assert not unit_of(plain, memory, SPEC).fused.compress_sum
+    one, two = (unit_of(each, memory, SPEC).fused for each in (compressor, plain))
+    assert one.compress_sum or one.compress_feedback
+    assert not two.compress_sum
+    assert not two.compress_feedback
     with np.errstate(invalid="ignore"):
         one, two = run(compressor, memory, ops), run(plain, memory, ops)
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         assert all(same(a[name], b[name]) for name in a)
+
+
+def test_a_step_that_measures_its_error_keeps_what_it_compressed():
+    ops, told = get_ops("numpy"), []
+    unit = unit_of(Blockwise(), Residual(), SPEC)
+    for measured in (False, True):
+        step = UnitStep(unit, initial(unit, ops, 1, 0), ops, seed=1, step=0, rank=0, size=1, measured=measured)
+        step.begin(draw(SPEC, 1))
+        if measured:
+            size, error = step.squares()
+            assert size == pytest.approx(float((draw(SPEC, 1).astype("float64") ** 2).sum()))
+            assert 0.001 < error / size < 0.1
+        step.remember()
+        told.append(step.next_states()["memory"]["residual"])
+    assert np.array_equal(*told)
 
 
 def test_a_subclass_that_replaces_compensate_is_asked_for_it():

@@ -726,6 +726,21 @@ def round_packed(ops, g):
 
 
 @case
+def sum_round(ops, g):
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for chosen in level_lists(g):
+            for a, b in g.some([(1.0, 1.0), (0.9, 1.0), (1.0, 0.3)]):
+                *made, finite = listed.sum_round(ops, g.x(), a, g.x(), b, g.lay(chosen), width)
+                yield from made
+                yield ops.cast(finite, "uint8")
+            if g.n:
+                values = g.numbers()
+                values[g.n // 2] = np.nan
+                yield ops.cast(listed.sum_round(ops, g.x(), 1.0, g.lay(values), 1.0, g.lay(chosen), width)[3], "uint8")
+
+
+@case
 def levels_sum(ops, g):
     for width in widths(g):
         width = min(width, max(1, g.n))

@@ -382,6 +382,18 @@ REFUSED = {
         PayloadError,
         "expected 4 elements, received 2",
     ),
+    "sum of levels: long buckets": (
+        lambda o, m: o.run(
+            "sum_round",
+            [m.f(9), m.f(9), m.f(4)],
+            [513],
+            [1.0, 1.0],
+            outputs=["float32", "uint8", "float32", "bool"],
+            lengths=[9, 3, 1, 1],
+        ),
+        ValueError,
+        "expected buckets of at most 512 elements, received 513",
+    ),
     "listed levels: five": (
         lambda o, m: round_packed(o, m.f(10), m.f(2), m.f(5), 5, KEY),
         ValueError,

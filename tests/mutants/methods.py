@@ -12,6 +12,7 @@ import numpy as np
 
 from grace.core.codecs.lowrank import merge_product
 from grace.core.codecs.signs import sign_mean
+from grace.core.compressors.blockwise import Blockwise
 from grace.core.compressors.efsignsgd import EFSignSGD
 from grace.core.compressors.none import NoCompression
 from grace.core.compressors.powersgd import PowerSGD
@@ -28,7 +29,14 @@ from grace.core.memories.residual import Residual
 from grace.core.memories.shared_momentum import SharedMomentum
 from grace.core.methods.capabilities import selects
 from grace.core.methods.compressor import Compressor, Sparsifier, keep_count
-from grace.core.methods.fusions import compress_checked, compress_sum, merge_finish, merge_scaled, overwrites
+from grace.core.methods.fusions import (
+    compress_checked,
+    compress_feedback,
+    compress_sum,
+    merge_finish,
+    merge_scaled,
+    overwrites,
+)
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Field
@@ -382,6 +390,18 @@ class TakesEverySumForFinite(TopK):
 def _(compressor, memory, grad, state, at):
     x, payload, finite = compress_sum.find(TopK(), Residual())(compressor, memory, grad, state, at)
     return x, payload, finite == finite
+
+
+@breaks("test_a_sum_is_compressed_as_ever")
+@dataclass(frozen=True)
+class KeepsTheWholeSum(Blockwise):
+    """Returns the sum in place of what it has not sent of it."""
+
+
+@compress_feedback.of(KeepsTheWholeSum, Residual)
+def _(compressor, memory, grad, state, at):
+    x, _, finite = memory.compensate(grad, state, at)
+    return {"residual": x}, compressor.compress(x, at), finite
 
 
 @breaks("test_what_is_subtracted_while_it_merges_is_the_merged_gradient", compress_rank=1)

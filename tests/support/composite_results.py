@@ -538,6 +538,19 @@ def centroids(n, dtype):
 
 
 @case
+def sum_round(n, dtype):
+    x, y, _ = several(n, dtype)
+    total, levels = x * np.dtype(dtype).type(0.9) + y, np.array(ROTATED_LEVELS, dtype)
+    for width in (4, 100):
+        norms = np.array([abs(p).max() for p in buckets(total, width)], dtype)
+        mine = np.repeat(norms, width)[:n]
+        low, high = levels[:-1, None] * mine, levels[1:, None] * mine
+        codes = (total >= low + np.dtype(dtype).type(0.5) * (high - low)).sum(axis=0)
+        left = total - levels[codes] * mine
+        yield Call("sum_round", (x, 0.9, y, 1, levels, width), {}, (left, packed(codes, 2), norms, np.array(True)))
+
+
+@case
 def round_packed(n, dtype):
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
     for width, key in ((4, KEY), (100, None), (max(1, n), KEY)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grace.core.codecs.levels import rows_of
+from grace.core.codecs.levels import bucket_norms, rows_of
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
@@ -13,6 +13,9 @@ from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
+
+# The longest buckets of the kernel of `sum_round`.
+_LONGEST_ROUNDED = 512
 
 
 @composite(one_graph=True)
@@ -42,6 +45,40 @@ def _(
     size = packed_size(ops.length(x), bits_for(ops.length(levels)))
     inputs, integers = [x, scales, levels], [width, *ops.noise_integers(key)]
     return ops.run("round_packed", inputs, integers, outputs=["uint8"], lengths=[size], out=out)[0]
+
+
+@composite()
+def sum_round(
+    ops: ArrayOps, x: Array, a: float, y: Array, b: float, levels: Array, width: int, out: Array | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """Round a x + b y to the nearest levels, times the largest magnitude of each bucket.
+
+    Return what is left of it, the result of `round_packed`, these magnitudes, and whether all of it is finite.
+    """
+    total, finite = ops.finite_sum(x, a, y, b, out)
+    norms = bucket_norms(ops, total, width, "max")
+    codes = round_packed(ops, total, norms, levels, width, None)
+    return levels_sum(ops, [codes], [-norms], [levels], width, ops.length(x), total), codes, norms, finite
+
+
+@sum_round.kernel()
+def _(
+    ops: Native, x: Array, a: float, y: Array, b: float, levels: Array, width: int, out: Array | None = None
+) -> tuple[Array, Array, Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype or width > _LONGEST_ROUNDED:
+        return None
+    n = ops.length(x)
+    left, codes, norms, finite = ops.run(
+        "sum_round",
+        [x, y, levels],
+        [width],
+        [a, b],
+        outputs=[dtype, "uint8", dtype, "bool"],
+        lengths=[n, packed_size(n, bits_for(ops.length(levels))), -(-n // width), 1],
+        out=out,
+    )
+    return left, codes, norms, finite
 
 
 @composite(one_graph=True)

@@ -9,12 +9,14 @@ from typing import Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
 from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
-from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed
+from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed, sum_round
+from grace.core.codecs.sums import FEEDBACK, Feedback
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
 from grace.core.config.registry import About, compressors
+from grace.core.methods.fusions import compress_feedback
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
-from grace.core.spec import Array, Field, Payload, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 # The largest integer of each format of integers.
 _INTEGERS = {"int8": 127, "int4": 7}
@@ -170,6 +172,18 @@ class Blockwise(BucketQuantizer):
 
     def _list(self, at: Site) -> Array:
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
+
+
+@compress_feedback.of(Blockwise, FEEDBACK)
+def _(
+    compressor: Blockwise, memory: Feedback, grad: Array, state: State, at: Site
+) -> tuple[State, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None or compressor.format not in ("nf4", "fp4"):
+        return None
+    width = compressor.width(at.spec.numel)
+    left, codes, norms, finite = sum_round(at.ops, *terms, compressor._list(at), width, at.out)
+    return {"residual": left}, {"norms": norms, "codes": codes}, finite
 
 
 def _exponents(ops: ArrayOps, largest: Array, shift: int) -> Array:

@@ -47,6 +47,9 @@ compress_checked: Fusion[[Any, Array, Site], tuple[Payload, Array]] = Fusion()
 #: (compressor, memory, gradient, state, at) -> x as `compensate` returns it, its payload, and a 0-d bool that is True
 #: if x is finite. If not, the payload may be anything. Only for memories without a state in progress.
 compress_sum: Fusion[[Any, Any, Array, State, Site], tuple[Array, Payload, Array]] = Fusion()
+#: (compressor, memory, gradient, state, at) -> what `update` returns of x, its payload, and a 0-d bool that is True if
+#: x is finite. If not, the first two may be anything. For the same memories, where nobody needs x itself.
+compress_feedback: Fusion[[Any, Any, Array, State, Site], tuple[State, Payload, Array]] = Fusion()
 #: (compressor, payloads, factor, at) -> the factor times what `merge` returns.
 merge_scaled: Fusion[[Any, Sequence[Payload], float, Site], Array] = Fusion()
 #: (compressor, memory, payloads, state_, at) -> what `finish` returns of what `merge` returns; consumes state_.
@@ -79,6 +82,7 @@ class Fused(NamedTuple):
 
     compress_checked: Callable[[Any, Array, Site], tuple[Payload, Array] | None] | None
     compress_sum: Callable[[Any, Any, Array, State, Site], tuple[Array, Payload, Array] | None] | None
+    compress_feedback: Callable[[Any, Any, Array, State, Site], tuple[State, Payload, Array] | None] | None
     merge_scaled: Callable[[Any, Sequence[Payload], float, Site], Array | None] | None
     merge_finish: Callable[[Any, Any, Sequence[Payload], State, Site], tuple[Array, State] | None] | None
     overwritten: tuple[str, ...]
@@ -89,6 +93,7 @@ def find_fusions(compressor: object, memory: object) -> Fused:
     return Fused(
         compress_checked.find(compressor),
         compress_sum.find(compressor, memory),
+        compress_feedback.find(compressor, memory),
         merge_scaled.find(compressor),
         merge_finish.find(compressor, memory),
         overwritten(memory),

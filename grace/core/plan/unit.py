@@ -135,7 +135,7 @@ class Assignment:
         """The fusions of its compressor and memory that serve it."""
         found = find_fusions(self.compressor, self.memory)
         if self.proposed:
-            found = found._replace(compress_checked=None, compress_sum=None)
+            found = found._replace(compress_checked=None, compress_sum=None, compress_feedback=None)
         # A memory needs to know of NaN earlier.
         return found if self.guarded and keeps_nothing(self.memory) else found._replace(compress_checked=None)
 

@@ -359,6 +359,7 @@ class Step:
             average=self._average or unit.owners is not None,
             rollback=self._rollback,
             owned=self._owned and name not in self._kept,
+            measured=self._track_norms,
             onward=None if unit.onward is None else self._step_of(unit.onward),
         )
 

@@ -39,7 +39,8 @@ class UnitStep:
     It changes nothing but itself, and nothing else changes it. The calls are `begin`, `compress` if the ranks
     negotiate, `remember`, `bring_by` if the mean is sent on, and `conclude`. `seed` is that of the run.
     `average=False` leaves sums undivided. With `rollback=False` it lets go of the memory's old state once it has read
-    it, and writes over it if it is `owned`. `onward` is the step of the unit as which the mean is sent on.
+    it, and writes over it if it is `owned`. `squares` needs a step that is `measured`. `onward` is the step of the unit
+    as which the mean is sent on.
     """
 
     x: Array
@@ -57,6 +58,8 @@ class UnitStep:
     proposal: Proposal | None = None
     _coded: Payload | None = None
     _place: Array | None = None
+    # `memory` is that of `remember` already.
+    _updated = False
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class UnitStep:
         average: bool = True,
         rollback: bool = True,
         owned: bool = False,
+        measured: bool = False,
         onward: UnitStep | None = None,
     ) -> None:
         self.unit, self.states, self.onward = unit, states, onward
@@ -85,7 +89,7 @@ class UnitStep:
         # The memory's state in progress.
         self.memory: State = states["memory"]
         self._average = average
-        self._rollback, self._owned = rollback, owned
+        self._rollback, self._owned, self._measured = rollback, owned, measured
 
     def write_to(self, place: Array | None) -> None:
         """Let kernels write the longest field of the payload to an array that has its dtype and length."""
@@ -118,11 +122,8 @@ class UnitStep:
         fused, at = unit.fused, self.site
         if self._owned and fused.overwritten:
             at = at._replace(out=tuple(memory[key] for key in fused.overwritten))
-        made = fused.compress_sum and fused.compress_sum(unit.compressor, unit.memory, gradient, memory, at)
-        if made is None:
+        if not self._compress_fused(gradient, memory, at):
             self._prepare(gradient, memory, at)
-        else:
-            self._take_sum(*made)
         for flag in flags:
             self.bad = ops.bit_or(self.bad, flag)
         if not self._rollback:
@@ -157,23 +158,40 @@ class UnitStep:
         else:
             self.compress()
 
-    def _take_sum(self, x: Array, payload: Payload, finite: Array) -> None:
-        """Take x and the payload, made in one pass; zeros replace an x that is not finite."""
-        unit, ops, compressor = self.unit, self.site.ops, self.unit.compressor
+    def _compress_fused(self, gradient: Array, memory: State, at: Site) -> bool:
+        """Compensate and compress in one pass; return False if no fusion of the two methods does."""
+        compressor, fused = self.unit.compressor, self.unit.fused
+        if fused.compress_feedback is not None and not self._measured:
+            fed = fused.compress_feedback(compressor, self.unit.memory, gradient, memory, at)
+            if fed is not None:
+                self.memory, self._updated = self._take(*fed), True
+                return True
+        made = fused.compress_sum and fused.compress_sum(compressor, self.unit.memory, gradient, memory, at)
+        if made is None:
+            return False
+        x, payload, finite = made
         # Such a memory has no state in progress.
         self.memory = NO_STATE
-        self.x, self.payload, self.bad = x, payload, ops.bit_not(finite)
+        self.x = self._take({"x": x}, payload, finite)["x"]
+        return True
+
+    def _take(self, arrays: State, payload: Payload, finite: Array) -> State:
+        """Take the payload and return the arrays of its length; if x was not finite, zeros and their payload."""
+        unit, ops, compressor = self.unit, self.site.ops, self.unit.compressor
+        self.payload, self.bad = payload, ops.bit_not(finite)
         if self.bad is not False:
-            names, given = list(self.payload), [self.x, *self.payload.values()]
+            keys, names, given = list(arrays), list(payload), [*arrays.values(), *payload.values()]
 
             def nothing() -> list[Array]:
                 zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
                 of_zeros = compressor.compress(zeros, self.site)
-                return [zeros, *(of_zeros[name] for name in names)]
+                return [*(zeros for _ in keys), *(of_zeros[name] for name in names)]
 
-            self.x, *fields = ops.choose(self.bad, nothing, lambda: given)
-            self.payload = dict(zip(names, fields, strict=True))
+            chosen = ops.choose(self.bad, nothing, lambda: given)
+            arrays = dict(zip(keys, chosen[: len(keys)], strict=True))
+            self.payload = dict(zip(names, chosen[len(keys) :], strict=True))
         self._check_payload()
+        return arrays
 
     def compress(self, negotiated: Array | None = None) -> None:
         """Make the payload, with what the ranks negotiated."""
@@ -265,10 +283,13 @@ class UnitStep:
 
         `x_` takes the place of x, if entries of other ranks came back to it.
         """
-        sent = self.payload if sent is None else sent
-        x_ = self.x if x_ is None else x_
         unit, site, ops = self.unit, self.site, self.site.ops
-        memory = unit.memory.update(x_, sent, unit.compressor, self.memory, site)
+        if self._updated:
+            memory = self.memory
+        else:
+            sent = self.payload if sent is None else sent
+            memory = unit.memory.update(self.x if x_ is None else x_, sent, unit.compressor, self.memory, site)
+            del self.x
         if unit.memory.residual_dtype is not None:
             if self.bad is not False:
                 # Integers cannot hold what a payload that is not finite leaves, and the step keeps none of it.
@@ -277,7 +298,6 @@ class UnitStep:
                 memory = {**memory, "residual": ops.choose(self.bad, lambda: zeros, lambda: left)}
             memory = narrow(unit, memory, ops, rounding_key(site.key.seed, site.key.step, site.rank))
         self.memory = memory
-        del self.x
 
     def bring_by(self, step: UnitStep | None) -> None:
         """Take the mean of all ranks from the payload of another step; call it before `conclude`."""

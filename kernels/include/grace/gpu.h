@@ -152,6 +152,10 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
 template <class T>
 void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, const T* levels, int bits,
                   const RandomKey* noise, uint8_t* out, int64_t n);
+// What rounding leaves of a x + b y, which is rounded to 2^bits levels times the largest magnitude of each bucket.
+template <class T>
+void sum_round(const Stream& on, const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out,
+               uint8_t* codes, T* norms, uint8_t* good, int64_t n);
 template <class T>
 void levels_sum(const Stream& on, const std::vector<Listed<T>>& ranks, int64_t width, int bits, const T* onto, T* out,
                 int64_t n);

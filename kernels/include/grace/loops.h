@@ -167,6 +167,10 @@ template <class T> struct Loops {
     // to the nearest one.
     void (*level_codes)(const T* x, const T* scales, int64_t width, const T* levels, int bits, const RandomKey* noise,
                         int64_t begin, int64_t end, uint8_t* codes);
+    // Rounds a x + b y to 2^bits levels times the largest magnitude of each bucket. Writes what is left to `out`, and the
+    // packed codes and the magnitudes. `begin` is a multiple of round_unit(width).
+    void (*sum_round)(const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out, T* norms,
+                      uint8_t* codes, int64_t begin, int64_t end, bool around);
     // out = onto + sum over ranks of levels[code] * scale, elements begin .. end - 1 of all arrays.
     void (*levels_sum)(const Listed<T>* ranks, int count, int64_t width, int bits, const T* onto, T* out, int64_t begin,
                        int64_t end, bool around);
@@ -306,6 +310,11 @@ template <class T> const Loops<T>& loops();
 const IntegerLoops& integer_loops();
 // The name of that instruction set.
 const char* isa();
+
+// Whole buckets whose codes fill bytes.
+inline int64_t round_unit(int64_t width) { return width % 8 == 0 ? width : 8 * width; }
+// The longest buckets of `sum_round`: whole ones of any width stay in the first-level cache.
+constexpr int64_t kRoundWidth = 512;
 
 // Loops of one method need no slot in these tables: a header of their own declares them. GRACE_LOOP declares a template
 // of the type T for every instruction set. A file of kernels/cpu defines it and ends with GRACE_MAKE_LOOP(name), which
