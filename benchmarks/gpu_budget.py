@@ -62,6 +62,7 @@ WITHIN = {
     "precision_sum": (1 / 4, "of each payload: widths are read twice"),
     "leading_encode": (3 * 4, "elements are read four times: for middles, lengths, counts and bytes"),
     "leading_sum": (1 / 4, "of each payload: codes are read twice"),
+    "bucket_quantize": (4, "elements are read twice, once for their norm"),
     "rotated_encode": (4, "elements are read twice, once for their norm"),
     "spread_in_frame": (4 * 8, "of each coefficient: four projections read and write it again"),
     "count_sketch": (5 * 6 + 4 * 4, "each of five rows sorts blocks of 16 in four passes, and reads the elements"),

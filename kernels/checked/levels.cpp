@@ -16,6 +16,16 @@ int bits_at(const Call& call, int i, int most) {
     return static_cast<int>(bits);
 }
 
+// Integer i as the width of buckets that are rounded while they are in the cache.
+int64_t rounded_width(const Call& call, int i) {
+    const int64_t width = width_at(call, i);
+    if (width > kRoundWidth) {
+        call.fail(Error::Kind::value, "expected buckets of at most " + std::to_string(kRoundWidth) +
+                                          " elements, received " + std::to_string(width));
+    }
+    return width;
+}
+
 // Integer i as the number of columns of a matrix of n elements; throws Error(value) if they make no whole rows.
 int64_t columns_at(const Call& call, int i, int64_t n) {
     const int64_t columns = call.integer(i);
@@ -416,6 +426,38 @@ GRACE_KERNEL(quantize_packed, "x T, scales T, [limit T]; width, levels, bits, st
     });
 }
 
+GRACE_KERNEL(bucket_quantize, "x T; width, largest, levels, bits, stochastic, key -> uint8[packed], T[buckets]") {
+    call.expect(1, 9, 0);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, width = rounded_width(call, 0), levels = call.integer(2);
+        const bool largest = call.integer(1) != 0;
+        const int bits = bits_at(call, 3, 8);
+        if (levels < 1 || levels >= int64_t(1) << (bits - 1)) {
+            call.fail(Error::Kind::value, "expected levels from 1 that fit " + std::to_string(bits) + " bits, " +
+                                              "received " + std::to_string(levels));
+        }
+        const T* x = call.input<T>(0);
+        const RandomKey key = key_at(call, 5);
+        const RandomKey* noise = call.integer(4) != 0 ? &key : nullptr;
+        uint8_t* out = call.output<uint8_t>(packed_size(n, bits));
+        const int64_t buckets = divide_up(n, width);
+        T* norms = call.output<T>(buckets);
+        GRACE_GPU(call, bucket_quantize, x, width, largest, static_cast<int>(levels), bits, noise, out, norms, n);
+        const int64_t unit = round_unit(width), block = std::max<int64_t>(1, kBlock / unit) * unit;
+        const int64_t each = std::max<int64_t>(1, kPiece / block) * block;
+        call.parallel(divide_up(n, each), [&](int64_t task) {
+            uint8_t codes[8 * kRoundWidth];
+            for (int64_t at = task * each; at < std::min(n, (task + 1) * each); at += block) {
+                const int64_t end = std::min(n, at + block);
+                loops<T>().bucket_norms(x, n, width, largest, norms, at / width, divide_up(end, width));
+                loops<T>().levels8(x, norms, width, static_cast<T>(levels), nullptr, noise, at, end, codes);
+                integer_loops().pack(codes, bits, end - at, out + at / 8 * bits);
+            }
+        });
+    });
+}
+
 GRACE_KERNEL(floor_packed, "x T, delta T; width, key -> uint8[packed]") {
     call.expect(2, 5, 0);
     dispatch(call, call.input(0), [&](auto* type) {
@@ -485,11 +527,7 @@ GRACE_KERNEL(sum_round, "x T, y T, levels T; width; a, b -> T[x], uint8[packed],
     call.expect(3, 1, 2);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const int64_t n = call.input(0).size, width = width_at(call, 0);
-        if (width > kRoundWidth) {
-            call.fail(Error::Kind::value, "expected buckets of at most " + std::to_string(kRoundWidth) +
-                                              " elements, received " + std::to_string(width));
-        }
+        const int64_t n = call.input(0).size, width = rounded_width(call, 0);
         const int bits = level_bits(call, 2);
         const T *x = call.input<T>(0), *y = call.input<T>(1, n), *levels = call.input<T>(2);
         const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));

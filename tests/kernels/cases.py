@@ -629,6 +629,19 @@ def quantize_packed(ops, g):
 
 
 @case
+def bucket_quantize(ops, g):
+    for width in widths(g):
+        width = min(width, max(1, g.n))
+        for level, bits in g.some([(1, 2), (7, 4), (15, 5), (127, 8), (300, 10)]):
+            yield from levels.bucket_quantize(ops, g.x(), width, "max", level, bits, None)
+            codes, norms = levels.bucket_quantize(ops, g.x(), width, "l2", level, bits, g.key())
+            yield free(ops, g, norms)
+            if g.dtype == "float32":
+                yield codes
+            yield from levels.bucket_quantize(ops, g.x(), width, "max", level, bits, g.key())
+
+
+@case
 def floor_packed(ops, g):
     for width in g.some([2, 3, 8, 9, 16]):
         x = g.numbers()

@@ -592,6 +592,19 @@ def quantize_packed(n, dtype):
 
 
 @case
+def bucket_quantize(n, dtype):
+    x = numbers(n, dtype)
+    for width, levels, bits in ((4, 127, 8), (100, 1, 2), (max(1, n), 300, 10)):
+        scales = np.array([abs(p).max() for p in buckets(x, width)], dtype)
+        for key in (KEY, None):
+            codes = packed(levels + levels_of(x, scales, width, levels, key), bits)
+            yield Call("bucket_quantize", (x, width, "max", levels, bits, key), {}, (codes, scales))
+    norms = np.array([np.sqrt((p.astype(np.float64) ** 2).sum()) for p in buckets(x, 4)], dtype)
+    codes = packed(1 + levels_of(x, norms, 4, 1, None), 2)
+    yield Call("bucket_quantize", (x, 4, "l2", 1, 2, None), {}, (codes, norms))
+
+
+@case
 def floor_packed(n, dtype):
     x, u = numbers(n, dtype), uniform(n).astype(dtype)
     for width, delta in ((2, 0.75), (8, 0.0625), (12, 2.0**-9), (4, 0.0)):

@@ -13,6 +13,9 @@ from grace.core.spec import Array, Key
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
 
+# The longest buckets of the kernels that round a bucket right after its norm.
+LONGEST_IN_CACHE = 512
+
 
 @composite(one_graph=True)
 def bucket_norms(ops: ArrayOps, x: Array, width: int, kind: Literal["l2", "max"]) -> Array:
@@ -72,6 +75,48 @@ def _(
     inputs = [x, scales] if limit is None else [x, scales, limit]
     integers, size = [width, levels, bits, *ops.noise_integers(key)], packed_size(ops.length(x), bits)
     return ops.run("quantize_packed", inputs, integers, outputs=["uint8"], lengths=[size], out=out)[0]
+
+
+@composite()
+def bucket_quantize(
+    ops: ArrayOps,
+    x: Array,
+    width: int,
+    kind: Literal["l2", "max"],
+    levels: int,
+    bits: int,
+    key: Key | None,
+    out: Array | None = None,
+) -> tuple[Array, Array]:
+    """Return the results of `quantize_packed`, by the norms of the buckets, and of `bucket_norms`."""
+    norms = bucket_norms(ops, x, width, kind)
+    return quantize_packed(ops, x, norms, width, levels, bits, key, out=out), norms
+
+
+@bucket_quantize.kernel()
+def _(
+    ops: Native,
+    x: Array,
+    width: int,
+    kind: Literal["l2", "max"],
+    levels: int,
+    bits: int,
+    key: Key | None,
+    out: Array | None = None,
+) -> tuple[Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None or width > LONGEST_IN_CACHE or bits > 8:
+        return None
+    n = ops.length(x)
+    codes, norms = ops.run(
+        "bucket_quantize",
+        [x],
+        [width, int(kind == "max"), levels, bits, *ops.noise_integers(key)],
+        outputs=["uint8", dtype],
+        lengths=[packed_size(n, bits), -(-n // width)],
+        out=out,
+    )
+    return codes, norms
 
 
 @composite(one_graph=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grace.core.codecs.levels import bucket_norms, rows_of
+from grace.core.codecs.levels import LONGEST_IN_CACHE, bucket_norms, rows_of
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps, plus
 from grace.core.ops.table import composite
@@ -13,9 +13,6 @@ from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
-
-# The longest buckets of the kernel of `sum_round`.
-_LONGEST_ROUNDED = 512
 
 
 @composite(one_graph=True)
@@ -66,7 +63,7 @@ def _(
     ops: Native, x: Array, a: float, y: Array, b: float, levels: Array, width: int, out: Array | None = None
 ) -> tuple[Array, Array, Array, Array] | None:
     dtype = ops.floating(x)
-    if dtype is None or ops.floating(y) != dtype or width > _LONGEST_ROUNDED:
+    if dtype is None or ops.floating(y) != dtype or width > LONGEST_IN_CACHE:
         return None
     n = ops.length(x)
     left, codes, norms, finite = ops.run(

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
-from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.levels import bucket_norms, bucket_quantize, dequantize_sum
 from grace.core.codecs.listed import bits_for, constant_levels, levels_sum, round_packed, sum_round
 from grace.core.codecs.sums import FEEDBACK, Feedback
 from grace.core.codecs.tables import small_floats, small_floats_contraction, table_encode, table_sum
@@ -141,13 +141,14 @@ class Blockwise(BucketQuantizer):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, self.width(at.spec.numel)
+        if self.format in _INTEGERS:
+            codes, norms = bucket_quantize(ops, x, width, "max", _INTEGERS[self.format], self.bits, None, at.out)
+            return {"norms": norms, "codes": codes}
         norms = bucket_norms(ops, x, width, "max")
         if self._shared_exponents:
             norms = _exponents(ops, norms, _SHIFTS[self.format])
         scales = self._scale({"norms": norms}, at)
-        if self.format in _INTEGERS:
-            codes = quantize_packed(ops, x, scales, width, _INTEGERS[self.format], self.bits, None, out=at.out)
-        elif self.format in _TABLES:
+        if self.format in _TABLES:
             codes = table_encode(ops, x, scales, self._table(at, saturating=True), width, at.out)
         else:
             codes = round_packed(ops, x, scales, self._list(at), width, None, at.out)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grace.core.codecs.buckets import BucketQuantizer
-from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.levels import bucket_quantize, dequantize_sum
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
 from grace.core.methods.site import Site
@@ -78,8 +78,8 @@ class QSGD(BucketQuantizer):
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, width = at.ops, self.width(at.spec.numel)
-        norms = bucket_norms(ops, x, width, self.norm)
-        codes = quantize_packed(ops, x, norms, width, self.quantum_num, self.bits, at.private_key, out=at.out)
+        key = at.private_key
+        codes, norms = bucket_quantize(ops, x, width, self.norm, self.quantum_num, self.bits, key, at.out)
         return {"norms": norms, "codes": codes}
 
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grace.core.codecs.levels import bucket_norms, dequantize_sum, quantize_packed
+from grace.core.codecs.levels import bucket_quantize, dequantize_sum
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
 from grace.core.spec import Array, Key, State
@@ -38,8 +38,7 @@ def narrow(unit: Unit, state: State, ops: ArrayOps, key: Key | None = None) -> S
     residual = state["residual"]
     if unit.memory.residual_dtype == "bfloat16":
         return {**state, "residual": ops.cast(residual, "bfloat16")}
-    scales = bucket_norms(ops, residual, _BLOCK, "max")
-    codes = quantize_packed(ops, residual, scales, _BLOCK, _LEVELS, _BITS, key)
+    codes, scales = bucket_quantize(ops, residual, _BLOCK, "max", _LEVELS, _BITS, key)
     # Zeros stand for zeros: a state that is cleared holds nothing.
     return {**state, "residual": ops.bit_xor(codes, _LEVELS), _SCALES: scales}
 

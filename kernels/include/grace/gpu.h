@@ -152,6 +152,13 @@ void dequantize_sum(const Stream& on, const std::vector<Coded<T>>& ranks, int64_
 template <class T>
 void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, const T* levels, int bits,
                   const RandomKey* noise, uint8_t* out, int64_t n);
+// The norms of buckets, and the codes of their elements by them.
+template <class T>
+void bucket_quantize(const Stream& on, const T* x, int64_t width, bool largest, int levels, int bits,
+                     const RandomKey* key, uint8_t* out, T* norms, int64_t n) {
+    bucket_norms(on, x, n, width, largest, norms);
+    quantize_packed(on, x, norms, width, levels, bits, static_cast<const T*>(nullptr), key, out, n);
+}
 // What rounding leaves of a x + b y, which is rounded to 2^bits levels times the largest magnitude of each bucket.
 template <class T>
 void sum_round(const Stream& on, const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out,

@@ -313,7 +313,7 @@ const char* isa();
 
 // Whole buckets whose codes fill bytes.
 inline int64_t round_unit(int64_t width) { return width % 8 == 0 ? width : 8 * width; }
-// The longest buckets of `sum_round`: whole ones of any width stay in the first-level cache.
+// The longest buckets that are rounded right after their norm: a unit of any width stays in the first-level cache.
 constexpr int64_t kRoundWidth = 512;
 
 // Loops of one method need no slot in these tables: a header of their own declares them. GRACE_LOOP declares a template
