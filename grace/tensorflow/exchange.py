@@ -21,7 +21,7 @@ from grace.core.ops import get_ops
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
-from grace.core.session.outer_setup import refuse_outer
+from grace.core.session.outer_setup import check_references, refuse_outer
 from grace.core.session.start import check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import Gradient, common_kinds, device_of, inside, is_embedding, kind_of, names_of
@@ -75,6 +75,7 @@ class Exchange(core.Exchange, tf.Module):
         )
         if not self.takes_outer:
             refuse_outer(self.config, where)
+        check_references(self.config, where, self.takes_references)
         self.op = hvd.Average if average else hvd.Sum
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.methods.compressor import Compressor
+from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.memory import Compensated, Memory, Need, needs_of, wide_norm
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -105,7 +106,7 @@ class Diana(_Shifted):
         return {**new, "residual": compressor.residual_(x_, payload, at)} if self.feedback else new
 
 
-@memories.register("ef21", About(tests=[{"momentum": 0.5}, {"lazy": 0.1}]))
+@memories.register("ef21", About(tests=[{"momentum": 0.5}, {"lazy": 0.1}, {"lazy": 0.1, "levels": [0.1, 0.5]}]))
 @dataclass(frozen=True)
 class EF21(_Shifted):
     r"""Gradient as the other ranks know it: compresses what it lacks. For contractions, such as topk.
@@ -120,6 +121,11 @@ class EF21(_Shifted):
     With `lazy` xi, a rank that has nothing new to say compresses zeros, so that h_i stays (LAG, and LAQ with a
     quantizer): if |x_i|^2 \le \xi \sum_{d=1}^{10} |\bar g_{t-d}|^2. Norms are those of what is compressed as one.
 
+    With `levels`, ascending shares of the elements, C gets only the largest elements of x_i, and zeros in place of the
+    others (AdaCGD): none, or the smallest share that leaves out at most xi |g_i - g_i'|^2 of |x_i|^2, where g_i' is the
+    rank's gradient of the step before, and else the largest share. C should send what is not zero as it is. It takes
+    one more buffer, and a sort.
+
     It is the memory `diana` with `alpha` = 1. No bound on how much the gradients of the ranks differ is needed. An
     unbiased method that is no contraction lets h_i grow: use `diana` with a small alpha. The memory takes two buffers
     of the gradient's size.
@@ -127,11 +133,13 @@ class EF21(_Shifted):
     Reference: Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
     error feedback", NeurIPS 2021, Algorithm 2; momentum: Fatkhullin, Tyurin and Richtarik, "Momentum provably improves
     error feedback!", NeurIPS 2023, Algorithm 1; lazy: Chen, Giannakis, Sun and Yin, "LAG: lazily aggregated gradient
-    for communication-efficient distributed learning", NeurIPS 2018, equation 7a.
+    for communication-efficient distributed learning", NeurIPS 2018, equation 7a; levels: Makarenko et al., "Adaptive
+    compression for communication-efficient distributed training", TMLR 2023.
     """
 
     momentum: float = 0.0
     lazy: float = 0.0
+    levels: tuple[float, ...] = ()
 
     pace = 1.0
 
@@ -143,6 +151,12 @@ class EF21(_Shifted):
                 "memory ef21: lazy, the factor of the latest squared norms, must lie in [0, 1), "
                 f"received {self.lazy!r}."
             )
+        ascending = all(a < b for a, b in pairwise((0.0, *self.levels))) and all(x <= 1 for x in self.levels)
+        if not ascending or (self.levels and not self.lazy):
+            raise ConfigError(
+                "memory ef21: levels are shares of the elements, above 0 and at most 1, in ascending order, and need "
+                f"lazy above 0; received levels = {list(self.levels)} and lazy = {self.lazy!r}."
+            )
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
@@ -150,8 +164,10 @@ class EF21(_Shifted):
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         mean = {"running_mean": ops.zeros(spec.numel, spec.work_dtype)} if self.momentum else {}
-        norms = {"squared_norms": ops.zeros(_LATEST, "float64")} if self.lazy else {}
-        return {**super().init(spec, ops), **mean, **norms}
+        latest = {"squared_norms": ops.zeros(_LATEST, "float64")} if self.lazy else {}
+        if self.levels:
+            latest = {"last_gradient": ops.zeros(spec.numel, spec.work_dtype)}
+        return {**super().init(spec, ops), **mean, **latest}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
         ops = at.ops
@@ -159,16 +175,39 @@ class EF21(_Shifted):
             grad = ops.weighted_sum(state["running_mean"], self.momentum, grad, 1 - self.momentum)
             state = {**state, "running_mean": grad}
         x, state, finite = super().compensate(grad, state, at)
-        if self.lazy:
+        if self.levels:
+            moved = wide_norm(ops, ops.weighted_sum(grad, 1, state["last_gradient"], -1))
+            x = self._fewest(x, self.lazy * moved * moved, at)
+            state = {**state, "last_gradient": ops.copy(grad)}
+        elif self.lazy:
             norm, news = wide_norm(ops, x), x
             # False for NaN, which must go on to the check.
             silent = norm * norm <= self.lazy * ops.sum(state["squared_norms"])
             x = ops.choose(silent, lambda: ops.zeros(at.spec.numel, at.spec.work_dtype), lambda: news)
         return Compensated(x, state, finite)
 
+    def _fewest(self, x: Array, allowed: Array, at: Site) -> Array:
+        """Return x with the largest elements only: none, or the share of a level, so that the error is allowed."""
+        ops, n = at.ops, at.spec.numel
+        if not n:
+            return x
+        magnitudes = ops.sort(ops.abs(x))
+        wide = ops.cast(magnitudes, "float64")
+        # The least magnitude that is kept, and what is then lost: of the largest share, of smaller ones, of nothing.
+        counts = [keep_count(level, n) for level in reversed(self.levels)]
+        least = magnitudes[n - counts[0]]
+        for count in counts[1:]:
+            lost = ops.sum(wide[: n - count] * wide[: n - count])
+            least = ops.where(lost <= allowed, magnitudes[n - count], least)
+        zero = ops.zeros(n, at.spec.work_dtype)
+        # NaN is not less than any number, and must go on to the check.
+        kept = ops.where(ops.abs(x) < least, zero, x)
+        # Infinity is no silence either.
+        return ops.choose(ops.sum(wide * wide) < allowed, lambda: zero, lambda: kept)
+
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, (result, state) = at.ops, super().finish(merged, state, at)
-        if self.lazy:
+        if self.lazy and not self.levels:
             norm = ops.reshape(wide_norm(ops, result), (1,))
             state = {**state, "squared_norms": ops.concat([norm * norm, state["squared_norms"][:-1]])}
         return result, state

@@ -40,6 +40,7 @@ def refused_arguments() -> dict[str, str]:
     tape = tf.GradientTape()
     return {
         **{name: attempt(**{name: 1}) for name in UNKNOWN},
+        "second gradients": attempt(config={"compressor": "qsgd", "memory": "marina"}),
         "op": attempt(op=hvd.Adasum),
         "predivided sum": attempt(op=hvd.Sum, gradient_predivide_factor=2.0),
         "no factor": attempt(gradient_predivide_factor=0.0),
