@@ -73,8 +73,9 @@ template <int stages, class Values> GRACE_LOCAL void stages_between(Values* valu
 }
 
 // The stages of the transform for elements at `distance`, 2 distance and so on, `stages` of them. Elements that meet in
-// these stages stay in registers, which saves traffic with the cache.
-template <int stages, class T> GRACE_LOCAL void transform_stages(T* x, int64_t n, int64_t distance) {
+// these stages stay in registers, which saves traffic with the cache. store(i, values) takes the results from i on.
+template <int stages, class T, class Store>
+GRACE_LOCAL void transform_stages(const T* x, int64_t n, int64_t distance, Store store) {
     constexpr int count = 1 << stages, lanes = Register<T>::count;
     for (int64_t from = 0; from < n; from += count * distance) {
         for (int64_t i = from; i < from + distance; i += lanes) {
@@ -83,19 +84,20 @@ template <int stages, class T> GRACE_LOCAL void transform_stages(T* x, int64_t n
             for (int j = 0; j < count; ++j) values[j] = load_lanes(x + i + j * distance);
             stages_between<stages>(values);
 #pragma GCC unroll 16
-            for (int j = 0; j < count; ++j) store_lanes(x + i + j * distance, values[j]);
+            for (int j = 0; j < count; ++j) store(i + j * distance, values[j]);
         }
     }
 }
 
-// The first stages of the transform: those within 2^stages neighbouring registers.
-template <int stages, class T> GRACE_LOCAL void transform_neighbours(T* x, int64_t n) {
+// The first stages of the transform: those within 2^stages neighbouring registers. load(i) returns the elements from i
+// on.
+template <int stages, class T, class Load> GRACE_LOCAL void transform_neighbours(Load load, T* x, int64_t n) {
     constexpr int count = 1 << stages, lanes = Register<T>::count;
     for (int64_t from = 0; from < n; from += count * lanes) {
         typename Register<T>::Values values[count];
 #pragma GCC unroll 16
         for (int j = 0; j < count; ++j) {
-            auto one = stage_within<1, T>(load_lanes(x + from + j * lanes));
+            auto one = stage_within<1, T>(load(from + j * lanes));
             if constexpr (lanes > 2) one = stage_within<2, T>(one);
             if constexpr (lanes > 4) one = stage_within<4, T>(one);
             if constexpr (lanes > 8) one = stage_within<8, T>(one);
@@ -107,11 +109,31 @@ template <int stages, class T> GRACE_LOCAL void transform_neighbours(T* x, int64
     }
 }
 
+// As many stages at a time as there are registers for, and the number of elements within which these are the first.
+constexpr int kStages = kRegister == 64 ? 4 : 3;
+template <class T> constexpr int64_t kNeighbours = int64_t(Register<T>::count) << kStages;
+
+// The stages from `distance` on, which is less than n. The last ones give their results to `store`, the others to x.
+template <class T, class Store> GRACE_LOCAL void transform_rest(T* x, int64_t n, int64_t distance, Store store) {
+    const auto keep = [&](int64_t i, typename Register<T>::Values values) { store_lanes(x + i, values); };
+    while (distance < n) {
+        const int stages = (distance << kStages) <= n ? kStages : 4 * distance <= n ? 2 : 1;
+        const bool last = (distance << stages) == n;
+        if (stages == kStages) {
+            last ? transform_stages<kStages>(x, n, distance, store) : transform_stages<kStages>(x, n, distance, keep);
+        } else if (stages == 2) {
+            last ? transform_stages<2>(x, n, distance, store) : transform_stages<2>(x, n, distance, keep);
+        } else {
+            last ? transform_stages<1>(x, n, distance, store) : transform_stages<1>(x, n, distance, keep);
+        }
+        distance <<= stages;
+    }
+}
+
 // The Hadamard transform in place, without a factor. Its stages go from neighbours to the farthest elements. n is a
 // power of two, at least 8.
 template <class T> static void hadamard(T* x, int64_t n) {
-    // As many stages at a time as there are registers for.
-    constexpr int most = kRegister == 64 ? 4 : 3, lanes = Register<T>::count;
+    constexpr int lanes = Register<T>::count;
     if (n < lanes) {
         for (int64_t distance = 1; distance < n; distance *= 2) {
             for (int64_t i = 0; i < n; ++i) {
@@ -123,25 +145,11 @@ template <class T> static void hadamard(T* x, int64_t n) {
         }
         return;
     }
-    int64_t distance = lanes;
-    if ((lanes << most) <= n) {
-        transform_neighbours<most>(x, n);
-        distance <<= most;
-    } else {
-        transform_neighbours<0>(x, n);
-    }
-    while (distance < n) {
-        if ((distance << most) <= n) {
-            transform_stages<most>(x, n, distance);
-            distance <<= most;
-        } else if (4 * distance <= n) {
-            transform_stages<2>(x, n, distance);
-            distance *= 4;
-        } else {
-            transform_stages<1>(x, n, distance);
-            distance *= 2;
-        }
-    }
+    const auto load = [&](int64_t i) { return load_lanes(x + i); };
+    const bool many = kNeighbours<T> <= n;
+    many ? transform_neighbours<kStages>(load, x, n) : transform_neighbours<0>(load, x, n);
+    transform_rest(x, n, many ? kNeighbours<T> : lanes,
+                   [&](int64_t i, typename Register<T>::Values values) { store_lanes(x + i, values); });
 }
 
 // Handles the elements that fill whole words of signs. Returns their number.
@@ -234,10 +242,8 @@ template <int bits, class T> GRACE_LOCAL void look_up(const T* levels, const uin
 template <int bits> GRACE_LOCAL __m512i packed_codes16(const uint8_t* data) {
     static_assert(bits == 1 || bits == 2 || bits == 4, "16 codes fill words");
     if constexpr (bits == 4) {
-        uint32_t low, high;
-        memcpy(&low, data, sizeof(low));
-        memcpy(&high, data + 4, sizeof(high));
-        const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(int32_t(low)), 0xFF00, int32_t(high));
+        const __m512i low = _mm512_broadcastd_epi32(_mm_loadu_si32(data));
+        const __m512i both = _mm512_mask_broadcastd_epi32(low, 0xFF00, _mm_loadu_si32(data + 4));
         return _mm512_srlv_epi32(both, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
     } else {
         uint32_t word = 0;
@@ -447,64 +453,101 @@ static void level_codes(const T* x, const T* scales, int64_t width, const T* lev
 }
 
 #if defined(__AVX512F__)
-// Does sum_round for buckets of whole registers and 16 levels. The buckets of a block are first added and then rounded,
-// so that what a bucket waits for is computed while others are.
-struct SumRounding {
-    __m512 a, b, table, lows, highs;
-    bool plain;
+// Rounds to the nearest of 16 levels times a scale, as `count_thresholds` does.
+struct Rounding {
+    __m512 ascending, fourth, eighth, twelfth;
 
-    SumRounding(float first, float second, const float* levels)
-        : a(_mm512_set1_ps(first)), b(_mm512_set1_ps(second)), table(_mm512_loadu_ps(levels)),
-          lows(_mm512_maskz_expandloadu_ps(0xFFFE, levels)), highs(_mm512_maskz_mov_ps(0xFFFE, table)),
-          plain(first == 1 && second == 1) {}
-
-    // Writes the sum of a bucket; returns its largest magnitude.
-    float add(const float* x, const float* y, int64_t width, float* target) const {
-        const __m512i size = _mm512_set1_epi32(INT32_MAX);
-        __m512i most = _mm512_setzero_si512();
-        for (int64_t i = 0; i < width; i += 16) {
-            fetch_ahead<16>(x + i);
-            fetch_ahead<16>(y + i);
-            const __m512 first = _mm512_loadu_ps(x + i), second = _mm512_loadu_ps(y + i);
-            const __m512 sum = plain ? _mm512_add_ps(first, second)
-                                     : _mm512_add_ps(_mm512_mul_ps(first, a), _mm512_mul_ps(second, b));
-            _mm512_storeu_ps(target + i, sum);
-            most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(sum), size));
-        }
-        return bits_as<float>(_mm512_reduce_max_epu32(most));
+    Rounding(const float* levels, float scale) {
+        const __mmask16 used = 0xFFFE;
+        const __m512 by = _mm512_set1_ps(scale), highs = _mm512_mul_ps(_mm512_maskz_loadu_ps(used, levels), by);
+        const __m512 lows = _mm512_mul_ps(_mm512_maskz_expandloadu_ps(used, levels), by);
+        const __m512 half_way = _mm512_add_ps(lows, _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_sub_ps(highs, lows)));
+        ascending = _mm512_min_ps(half_way, highs);
+        const auto threshold = [&](int at) { return _mm512_permutexvar_ps(_mm512_set1_epi32(at), ascending); };
+        fourth = threshold(4), eighth = threshold(8), twelfth = threshold(12);
     }
 
-    // Rounds a sum in place.
-    void round(float norm, int64_t width, float* target, uint8_t* codes) const {
-        // The thresholds of `count_thresholds`; number 0 is not used.
-        const __m512 scale = _mm512_set1_ps(norm), minus = _mm512_set1_ps(-norm);
-        const __m512 low = _mm512_mul_ps(lows, scale), high = _mm512_mul_ps(highs, scale);
-        const __m512 half_way = _mm512_add_ps(low, _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_sub_ps(high, low)));
-        const __m512 ascending = _mm512_min_ps(half_way, high);
-        const auto threshold = [&](int at) { return _mm512_permutexvar_ps(_mm512_set1_epi32(at), ascending); };
-        const __m512 fourth = threshold(4), eighth = threshold(8), twelfth = threshold(12);
-        const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2), four = _mm512_set1_epi32(4);
-        const __m512i eight = _mm512_set1_epi32(8);
-        for (int64_t i = 0; i < width; i += 16) {
-            const __m512 sum = _mm512_loadu_ps(target + i);
-            const __mmask16 upper = _mm512_cmp_ps_mask(sum, eighth, _CMP_GE_OQ);
-            const __m512 middle = _mm512_mask_blend_ps(upper, fourth, twelfth);
-            __m512i code = _mm512_maskz_mov_epi32(upper, eight);
-            code = _mm512_mask_or_epi32(code, _mm512_cmp_ps_mask(sum, middle, _CMP_GE_OQ), code, four);
+    // A search in halves. The first two need no look-up.
+    GRACE_MEMBER __m512i codes(__m512 values) const {
+        const __mmask16 upper = _mm512_cmp_ps_mask(values, eighth, _CMP_GE_OQ);
+        const __m512 middle = _mm512_mask_blend_ps(upper, fourth, twelfth);
+        __m512i code = _mm512_maskz_mov_epi32(upper, _mm512_set1_epi32(8));
+        code = _mm512_mask_or_epi32(code, _mm512_cmp_ps_mask(values, middle, _CMP_GE_OQ), code, _mm512_set1_epi32(4));
 #pragma GCC unroll 2
-            for (int half = 2; half > 0; half /= 2) {
-                const __m512i at = _mm512_or_si512(code, half == 2 ? two : one);
-                const __m512 here = _mm512_permutexvar_ps(at, ascending);
-                code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(sum, here, _CMP_GE_OQ), at);
-            }
-            const __m512 sent = _mm512_mul_ps(_mm512_permutexvar_ps(code, table), minus);
-            _mm512_storeu_ps(target + i, _mm512_add_ps(sum, sent));
-            // Two codes of neighbours, in the low byte of 64 bits.
-            const __m512i pair = _mm512_or_si512(code, _mm512_srli_epi64(code, 28));
-            _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i / 2), _mm512_cvtepi64_epi8(pair));
+        for (int half = 2; half > 0; half /= 2) {
+            const __m512i at = _mm512_or_si512(code, _mm512_set1_epi32(half));
+            const __m512 here = _mm512_permutexvar_ps(at, ascending);
+            code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(values, here, _CMP_GE_OQ), at);
         }
+        return code;
     }
 };
+
+// Packs 16 codes of four bits.
+GRACE_LOCAL void store_nibbles(uint8_t* to, __m512i codes) {
+    // Two codes of neighbours, in the low byte of 64 bits.
+    const __m512i pairs = _mm512_or_si512(codes, _mm512_srli_epi64(codes, 28));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm512_cvtepi64_epi8(pairs));
+}
+
+// Writes the sum of a bucket of whole registers; returns its largest magnitude.
+GRACE_LOCAL float add_bucket(const float* x, float a, const float* y, float b, int64_t width, float* sums) {
+    const __m512i size = _mm512_set1_epi32(INT32_MAX);
+    const __m512 by = _mm512_set1_ps(a), with = _mm512_set1_ps(b);
+    const bool plain = a == 1 && b == 1;
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t i = 0; i < width; i += 16) {
+        fetch_ahead<16>(x + i);
+        fetch_ahead<16>(y + i);
+        const __m512 first = _mm512_loadu_ps(x + i), second = _mm512_loadu_ps(y + i);
+        const __m512 sum = plain ? _mm512_add_ps(first, second)
+                                 : _mm512_add_ps(_mm512_mul_ps(first, by), _mm512_mul_ps(second, with));
+        _mm512_storeu_ps(sums + i, sum);
+        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(sum), size));
+    }
+    return bits_as<float>(_mm512_reduce_max_epu32(most));
+}
+
+// Rounds a bucket, and leaves the rest.
+GRACE_LOCAL void round_bucket(float* sums, float norm, const float* levels, int64_t width, uint8_t* codes) {
+    const Rounding rounding(levels, norm);
+    const __m512 table = _mm512_loadu_ps(levels), minus = _mm512_set1_ps(-norm);
+    for (int64_t i = 0; i < width; i += 16) {
+        const __m512 sum = _mm512_loadu_ps(sums + i);
+        const __m512i found = rounding.codes(sum);
+        const __m512 sent = _mm512_mul_ps(_mm512_permutexvar_ps(found, table), minus);
+        _mm512_storeu_ps(sums + i, _mm512_add_ps(sum, sent));
+        store_nibbles(codes + i / 2, found);
+    }
+}
+
+// Packs the codes of parts of `length` elements, and adds `sum_products` of each part with the levels of its codes. The
+// parts run side by side, because each addition of a sum waits for the one before.
+template <int parts>
+GRACE_LOCAL void round_parts(const float* x, const Rounding& rounding, const float* levels, int64_t length,
+                             uint8_t* codes, double* product) {
+    const __m512 table = _mm512_loadu_ps(levels);
+    __m512d sums[parts];
+    for (__m512d& sum : sums) sum = _mm512_setzero_pd();
+    for (int64_t i = 0; i < length; i += 16) {
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; ++part) {
+            const int64_t at = part * length + i;
+            const __m512 values = _mm512_loadu_ps(x + at);
+            const __m512i found = rounding.codes(values);
+            store_nibbles(codes + at / 2, found);
+            const __m512 both = _mm512_mul_ps(values, _mm512_permutexvar_ps(found, table));
+            const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(both), 1));
+            sums[part] = _mm512_add_pd(sums[part], _mm512_cvtps_pd(_mm512_castps512_ps256(both)));
+            sums[part] = _mm512_add_pd(sums[part], _mm512_cvtps_pd(upper));
+        }
+    }
+    for (const __m512d& sum : sums) {
+        double lane[8];
+        _mm512_storeu_pd(lane, sum);
+        *product += ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7]));
+    }
+}
 #endif
 
 template <int bits, class T>
@@ -519,13 +562,13 @@ static void sum_round_by(const T* x, T a, const T* y, T b, int64_t width, const 
 #if defined(__AVX512F__)
         if constexpr (bits == 4 && sizeof(T) == sizeof(float)) {
             if (width % 16 == 0 && length % width == 0) {
-                const SumRounding rounding(a, b, levels);
+                // What a bucket waits for is computed while others are.
                 T* of_block = norms + at / width;
                 for (int64_t i = 0; i < length; i += width) {
-                    of_block[i / width] = rounding.add(x + at + i, y + at + i, width, target + i);
+                    of_block[i / width] = add_bucket(x + at + i, a, y + at + i, b, width, target + i);
                 }
                 for (int64_t i = 0; i < length; i += width) {
-                    rounding.round(of_block[i / width], width, target + i, codes + (at + i) / 2);
+                    round_bucket(target + i, of_block[i / width], levels, width, codes + (at + i) / 2);
                 }
                 if (around) write_around(out + at, held, length * int64_t(sizeof(T)));
                 continue;
@@ -596,9 +639,53 @@ static void levels_sum(const Listed<T>* ranks, int count, int64_t width, int bit
     }
 }
 
+#if defined(__AVX512F__)
+// Random signs of a block, as masks.
+struct Signs {
+    alignas(64) uint16_t masks[kRotation / 16];
+
+    Signs(const RandomKey& key, int64_t first, int64_t n) {
+        alignas(64) uint32_t drawn[kRotation / 32];
+        words(key, uint32_t(first / 128), (n + 127) / 128, drawn);
+        memcpy(masks, drawn, size_t(n / 8));
+    }
+    GRACE_MEMBER __m512 of(__m512 values, int64_t i) const {
+        return _mm512_mask_xor_ps(values, masks[i / 16], values, _mm512_set1_ps(-0.0f));
+    }
+};
+
+// H D' H D of a block of at least kNeighbours floats, whose elements from i on load(i) returns, with the factor `unit` on
+// what D' negates. `held` has room for the block. The passes that change signs are those that load and store.
+template <class Load, class Store>
+GRACE_LOCAL void turn(Load load, const Signs& second, float unit, int64_t width, float* held, Store store) {
+    constexpr int64_t near = kNeighbours<float>;
+    const __m512 by = _mm512_set1_ps(unit);
+    const auto keep = [&](int64_t i, __m512 values) { _mm512_storeu_ps(held + i, values); };
+    transform_neighbours<kStages>(load, held, width);
+    transform_rest(held, width, near, keep);
+    const auto again = [&](int64_t i) { return _mm512_mul_ps(second.of(_mm512_loadu_ps(held + i), i), by); };
+    transform_neighbours<kStages>(again, held, width);
+    if (width == near) {
+        for (int64_t i = 0; i < width; i += 16) store(i, _mm512_loadu_ps(held + i));
+    } else {
+        transform_rest(held, width, near, store);
+    }
+}
+#endif
+
 // y = H D' H D x / d of a block, with zeros from `length` on.
 template <class T>
 GRACE_LOCAL void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == sizeof(float)) {
+        if (length == width && width >= kNeighbours<T>) {
+            const Signs signs(key.first, first, width), second(key.second, first, width);
+            const auto load = [&](int64_t i) { return signs.of(_mm512_loadu_ps(x + i), i); };
+            const auto store = [&](int64_t i, __m512 values) { _mm512_storeu_ps(y + i, values); };
+            return turn(load, second, 1.0f / float(width), width, y, store);
+        }
+    }
+#endif
     flip_signs<T>(key.first, first, x, T(1), nullptr, y, length);
     for (int64_t i = length; i < width; ++i) y[i] = T(0);
     hadamard(y, width);
@@ -720,26 +807,56 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
     alignas(64) T rotated[kRotation], values[kBlock];
     alignas(64) uint32_t random[kRotation];
     alignas(64) uint8_t codes[kRotation];
+    double squares[2];
+    T largest = 0;
+    bool paired = false;
     for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
+        // The norms of two whole blocks side by side, because each addition of a sum waits for the one before.
+        const int place = int((block - begin) % 2);
+        if (place == 0) paired = fit && block + 1 < end && first + 2 * width <= by->n;
+        if (!paired) {
+            squares[place] = fit ? sum_squares(x + first, length) : 0;
+            largest = max_abs(x + first, length);
+        } else if (place == 0) {
+            norms_of_parts(x + first, width, squares, &largest);
+        }
         rotate_block(x + first, by->key, first, length, width, rotated);
-        const T norm = fit ? T(__builtin_sqrt(sum_squares(x + first, length))) : T(0);
+        const T norm = T(__builtin_sqrt(squares[place]));
         const T reach = fit ? norm * T(1 / __builtin_sqrt(double(width))) : max_abs(rotated, width);
-        // Elements that count as infinite show in the scale.
-        const bool shown = magnitude_bits(max_abs(x + first, length)) > largest_bits<T>();
+        // Elements that count as infinite show in the scale. `largest` may be that of the other block of a pair.
+        const bool shown = magnitude_bits(largest) > largest_bits<T>() &&
+                           magnitude_bits(max_abs(x + first, length)) > largest_bits<T>();
         // The elements of the next block arrive while this one is rounded.
         for (int64_t i = 0; i < width; i += 64) fetch<64>(x + first + width + i);
         if (noise != nullptr) words(*noise, uint32_t(first / 4), (width + 3) / 4, random);
-        round_to_levels<bits>(rotated, by->levels, reach, noise == nullptr ? nullptr : random, codes, width);
-        pack(codes, bits, width, out + first / 8 * bits);
+        double product = 0;
+        int64_t i = 0;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == sizeof(float) && bits == 4) {
+            if (fit && noise == nullptr) {
+                const Rounding rounding(by->levels, reach);
+                uint8_t* mine = out + first / 2;
+                for (; i + 4 * kBlock <= width; i += 4 * kBlock) {
+                    round_parts<4>(rotated + i, rounding, by->levels, kBlock, mine + i / 2, &product);
+                }
+                for (int64_t some; i < width / 16 * 16; i += some) {
+                    some = lesser(kBlock, width - i);
+                    round_parts<1>(rotated + i, rounding, by->levels, some, mine + i / 2, &product);
+                }
+            }
+        }
+#endif
+        if (i == 0) {
+            round_to_levels<bits>(rotated, by->levels, reach, noise == nullptr ? nullptr : random, codes, width);
+            pack(codes, bits, width, out + first / 8 * bits);
+        }
         if (shown) scales[block] = T(__builtin_nan(""));
         if (shown) continue;
         if (!fit) {
             scales[block] = reach / T(width);
             continue;
         }
-        double product = 0;
-        int64_t i = 0;
 #if defined(__AVX512F__)
         if constexpr (sizeof(T) == sizeof(float)) {
             for (; i + 4 * kBlock <= width; i += 4 * kBlock) {
@@ -775,6 +892,26 @@ static void rotated_sum_by(const Coded<T>* ranks, const RotationKey* keys, int c
         const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
         T* target = around ? total : out + first;
         for (int r = 0; r < count; ++r) {
+#if defined(__AVX512F__)
+            if constexpr (sizeof(T) == sizeof(float) && bits != 3) {
+                if (length == width && width >= kNeighbours<T>) {
+                    const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + first;
+                    const uint8_t* codes = ranks[r].codes + first / 8 * bits;
+                    const Signs signs(keys[r].first, first, width), second(keys[r].second, first, width);
+                    const __m512 table = repeated_levels<bits>(by->levels), scale = _mm512_set1_ps(ranks[r].scales[block]);
+                    const auto load = [&](int64_t i) {
+                        return _mm512_permutexvar_ps(packed_codes16<bits>(codes + i / 8 * bits), table);
+                    };
+                    const auto store = [&](int64_t i, __m512 found) {
+                        const __m512 sent = _mm512_mul_ps(signs.of(found, i), scale);
+                        _mm512_storeu_ps(target + i,
+                                         base == nullptr ? sent : _mm512_add_ps(_mm512_loadu_ps(base + i), sent));
+                    };
+                    turn(load, second, 1.0f, width, values, store);
+                    continue;
+                }
+            }
+#endif
             look_up_packed<bits>(by->levels, ranks[r].codes + first / 8 * bits, values, width);
             hadamard(values, width);
             flip_signs<T>(keys[r].second, first, values, T(1), nullptr, values, width);
