@@ -407,7 +407,7 @@ def test_every_combination_has_a_memory_and_a_way_to_travel():
     reached = {compressors.name_of(chosen.compressor) for chosen in registered.valid_methods()}
     assert reached == set(compressors)
     served = {memories.name_of(chosen.memory) for chosen in registered.valid_methods()}
-    assert served == set(memories) - registered.MEMORIES_OF_SHARDS - registered.MEMORIES_OF_TWO_GRADIENTS
+    assert served == set(memories) - registered.MEMORIES_OF_SHARDS - registered.MEMORIES_OF_PAPERS
     assert {communicators.name_of(chosen.communicator) for chosen in registered.valid_methods()} == set(
         communicators
     ) - registered.OF_SHARDS - {"auto"}

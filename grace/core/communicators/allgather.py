@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from grace.core.codecs.middle import middle
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.methods.capabilities import Selecting
@@ -53,6 +54,7 @@ class Allgather(Communicator):
     trim: int | None = None
 
     any_length: ClassVar[bool] = True
+    gathers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.clip is not None and self.reduce != "senders":
@@ -83,6 +85,8 @@ class Allgather(Communicator):
         return "few ranks send a coordinate, so that the median of all ranks is 0" if sparse else None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
+        if self.reduce != "mean" and memory.merges:
+            return f"merges what the ranks have sent itself, without reduce = '{self.reduce}'"
         if self.reduce != "mean" and memory.across_ranks == "joint":
             return f"follows the mean over all ranks, not {_RESULTS[self.reduce]}"
         return super().memory_obstacle(memory)
@@ -100,12 +104,8 @@ class Allgather(Communicator):
 
     def _middle(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
         """Return the mean of the values in the middle of each element's values of all ranks."""
-        ops, rows = at.ops, [compressor.decompress(payload, at._replace(out=None)) for payload in payloads]
-        least = (len(rows) - 1) // 2 if self.trim is None else self.trim
-        ordered = ops.sort(ops.stack(rows, axis=1))
-        kept = [ordered[:, place] for place in range(least, len(rows) - least)]
-        total = functools.reduce(lambda total, x: total + x, kept)
-        return total if len(kept) == 1 else total / ops.cast(len(kept), ops.dtype(total))
+        rows = [compressor.decompress(payload, at._replace(out=None)) for payload in payloads]
+        return middle(at.ops, rows, self.trim)
 
     def _limits(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Sequence[Array | None]:
         """Return the factor of each rank, a 0-d array, which limits its norm to the median; None: no limit."""

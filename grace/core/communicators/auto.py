@@ -132,9 +132,8 @@ def _count(communicator: Communicator, item: Assignment, size: int) -> _Count:
 
 def _obstacle(communicator: Communicator, method: Method) -> str | None:
     """Return the reason why auto does not take a communicator for a method; None if it may."""
-    if (communicator == _UNION or method.memory.sends_full) and (
-        obstacle := communicator.memory_obstacle(method.memory)
-    ):
+    apart = method.memory.sends_full or method.memory.merges
+    if (communicator == _UNION or apart) and (obstacle := communicator.memory_obstacle(method.memory)):
         return obstacle
     if communicator == TwoShot():
         # A user may name two_shot for such methods. They would then lose more than by the other programs.

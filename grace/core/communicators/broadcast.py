@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grace.core.config.registry import communicators
 from grace.core.methods.communicator import Communicator, Route
@@ -24,6 +25,8 @@ class Broadcast(Communicator):
 
     Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
     """
+
+    gathers: ClassVar[bool] = True
 
     def obstacle(self, compressor: Compressor) -> str | None:
         return None if fixed_size(compressor) else "the size of its payloads depends on the data"

@@ -72,6 +72,8 @@ class Hierarchical(Communicator):
                 "limits the norm of all gradients of a rank; this communicator compresses the mean of a node, shard by "
                 'shard. Set clipping_norm = "tensor"'
             )
+        if apart := self.keeps_apart(memory):
+            return apart
         if "reference" in memory.needs:
             return "takes two gradients of a rank; this communicator compresses the mean of a node"
         return self._between.memory_obstacle(memory)

@@ -46,7 +46,7 @@ class ReduceScatter(Communicator):
         return None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if memory.across_ranks == "joint" or memory.finishes:
+        if memory.across_ranks == "joint" or memory.finishes or memory.merges:
             return "follows the mean of what all ranks have sent, and a rank gets only its own parts of the mean"
         if "tensor" in memory.needs:
             return "needs the norm of a whole tensor, and shards are compressed one by one"

@@ -73,6 +73,8 @@ class SparseAllreduce(Communicator):
         return None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
+        if apart := self.keeps_apart(memory):
+            return apart
         if memory.sends_full:
             return "sends whole gradients in full rounds; this communicator carries only entries"
         if memory.across_ranks == "joint":

@@ -78,6 +78,8 @@ class TwoShot(Communicator):
         return _why_not_first(compressor) or why_not_second(self.second or compressor)
 
     def memory_obstacle(self, memory: Memory) -> str | None:
+        if apart := self.keeps_apart(memory):
+            return apart
         if memory.sends_full:
             return "sends whole gradients in full rounds; this communicator would compress them on their way back"
         if memory.across_ranks == "joint" and memory.at_owner is None:

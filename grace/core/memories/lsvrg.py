@@ -57,10 +57,11 @@ class LSVRG(Memory):
     def __post_init__(self) -> None:
         object.__setattr__(self, "then", memories.make(self.then))
         check_period("lsvrg", self.period)
-        if {"reference", "norm"} & set(self.then.needs):
+        if {"reference", "norm"} & set(self.then.needs) or self.then.merges:
             raise ConfigError(
-                f"memory lsvrg: {self.then} needs a second gradient itself, or the norm of the gradients that were "
-                "passed, and gets others; expected another memory as then, such as none, residual or diana."
+                f"memory lsvrg: {self.then} needs a second gradient itself, the norm of the gradients that were "
+                "passed, or the payloads of all ranks; expected another memory as then, such as none, residual or "
+                "diana."
             )
 
         if self.exact and not keeps_nothing(self.then):

@@ -62,6 +62,8 @@ class Communicator:
     adds: ClassVar[bool] = False
     #: Payloads may differ in length between ranks, so that fields may travel coded.
     any_length: ClassVar[bool] = False
+    #: The payload of each rank comes to every rank.
+    gathers: ClassVar[bool] = False
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     external_name: ClassVar[str] = ""
 
@@ -81,6 +83,12 @@ class Communicator:
         """
         if memory.across_ranks == "joint" and not memory.finishes:
             return "needs one rank that owns each mean; here every rank merges"
+        return self.keeps_apart(memory)
+
+    def keeps_apart(self, memory: Memory) -> str | None:
+        """Return the reason why a memory that merges payloads itself cannot be served; None if it can."""
+        if memory.merges and not self.gathers:
+            return "merges the payloads of all ranks itself, and here they are merged before"
         return None
 
     def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -49,6 +49,11 @@ class Memory(ABC):
     @cached_property
     def finishes(self) -> bool:
         """True if `finish` is defined, so that the new state is known only with the merged gradient."""
+        return False
+
+    @cached_property
+    def merges(self) -> bool:
+        """True if `merge` is defined, which takes the place of the mean of all payloads."""
         return False
 
     @property
@@ -135,6 +140,13 @@ class Memory(ABC):
         """Raise IncompatibleError if this memory cannot serve the compressor (default: it can)."""
         return
 
+    def for_ranks(self, size: int) -> Memory:
+        """Return the memory for a number of ranks, which it may keep something of each of (default: itself).
+
+        Raises IncompatibleError if it cannot serve so many.
+        """
+        return self
+
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         """Return the state before the first step: flat buffers of zeros (default: none)."""
         return {}
@@ -149,6 +161,13 @@ class Memory(ABC):
     @abstractmethod
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
+
+    def merge(self, payloads: Sequence[Payload], compressor: Compressor, state: State, at: Site) -> tuple[Array, State]:
+        """Return the gradient for the optimizer, made of the payloads of all ranks, and the new state.
+
+        Called in place of the mean if `merges`.
+        """
+        return compressor.merge(payloads, at), state
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.

@@ -428,7 +428,7 @@ def _harm(config: Config, method: Method, spec: TensorSpec | None = None) -> str
 def _loses(method: Method) -> str | None:
     """Return what is lost without error feedback, if the compressor has it by default."""
     # A joint memory sends differences from what was sent before, so what is missing is in the next one.
-    keeps = method.memory.feeds_back or method.memory.across_ranks == "joint"
+    keeps = method.memory.feeds_back or method.memory.across_ranks == "joint" or method.memory.merges
     if keeps or not memories.make(method.compressor.default_memory).feeds_back or _must_name(type(method.compressor)):
         return None
     return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
@@ -523,14 +523,14 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     else:
         item = Assignment(spec, method, index_coding=config.index_coding)
         communicator, why = method.communicator.resolve(item, ranks)
-    method = dataclasses.replace(method, communicator=communicator)
+    method = dataclasses.replace(method, communicator=communicator, memory=method.memory.for_ranks(ranks.size))
     if brought and (obstacle := brought.memory_obstacle(method.memory)):
         raise IncompatibleError(
             f"parameters that are sharded over the ranks cannot be exchanged with {method.memory}: it {obstacle}. "
             "Valid memories: residual, none."
         )
     method.check_memory()
-    if holding and "reference" in method.memory.needs:
+    if holding and ("reference" in method.memory.needs or method.memory.merges):
         raise IncompatibleError(
             f"tensor '{spec.name}' carries a residual of an earlier method, and {method.memory} would take it for a "
             "part of the gradient. Train with this memory from the start."

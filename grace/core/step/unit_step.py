@@ -325,11 +325,12 @@ class UnitStep:
             return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         payloads = self._whole(payloads)
-        size = site.size if unit.compressor.averages and unit.communicator.result is None else 1
+        averages = unit.compressor.averages and unit.communicator.result is None and not unit.memory.merges
+        size = site.size if averages else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
         factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
-        if not unit.memory.finishes:
+        if not (unit.memory.finishes or unit.memory.merges):
             factor, back = factor * back, 1.0
         there = site if out is None else site._replace(out=out)
         gradient, factor, memory = self._merge(payloads, factor, there)
@@ -352,6 +353,9 @@ class UnitStep:
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
         unit, memory, ops = self.unit, self.memory, self.site.ops
+        if unit.memory.merges:
+            gradient, memory = unit.memory.merge(payloads, unit.compressor, memory, self.site)
+            return gradient, 1.0, memory
         if unit.fused.merge_finish is not None and unit.communicator.result is None:
             payloads, factor = _scale(unit, payloads, factor, there)
             made = (
