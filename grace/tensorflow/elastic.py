@@ -12,10 +12,11 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from grace.core.errors import ConfigError
-from grace.core.guards.elastic import Membership, check_plan, refusal_of_local_steps, refusal_of_process_sets
+from grace.core.guards.elastic import Membership, check_meetings, check_plan, refusal_of_process_sets, stays
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import inside
-from grace.tensorflow.optimizer import Distributed, innermost
+from grace.tensorflow.optim.exchanging import Exchanging
+from grace.tensorflow.optimizer import Exchanges, innermost
 from grace.tensorflow.transport import broadcast
 
 _WHERE = "grace.tensorflow.KerasState"
@@ -46,8 +47,9 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
-    hold back nothing. What a lost rank held back is lost, and the log says so. Steps are traced again: `fit` makes its
-    function again, and a `tf.function` of your own must be made in the function that Horovod runs.
+    hold back nothing. What a lost rank held back is lost, and the log says so. Between two meetings of outer steps,
+    and of `ZeroOneAdam`, survivors keep their weights, and new ranks take those of rank 0. Steps are traced again:
+    `fit` makes its function again, and a `tf.function` of your own must be made in the function that Horovod runs.
 
     Raises ConfigError for a model without variables, and for exchanges whose states cannot go on with other ranks.
     """
@@ -62,9 +64,11 @@ class KerasState(ObjectState):  # type: ignore[misc]
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         inner = innermost(self.optimizer)
-        exchanges = [inner.grace] if isinstance(inner, Distributed) else []
-        if exchanges and inner.grace.config.outer is not None:
-            raise refusal_of_local_steps(_WHERE)
+        exchanges = [inner.grace] if isinstance(inner, Exchanges) else []
+        outer = inner.grace.config.outer if exchanges else None
+        check_meetings(outer, _WHERE)
+        # Whether a rank has weights of its own between two meetings.
+        self._meets = outer is not None or isinstance(inner, Exchanging)
         for name in [name for name, value in more.items() if isinstance(value, Exchange)]:
             exchange = more.pop(name)
             setattr(self, name, exchange)
@@ -108,7 +112,13 @@ class KerasState(ObjectState):  # type: ignore[misc]
         keeping = [self._agree(number) for number in range(len(self._exchanges))]
         shared = [variable for exchange, _ in self._exchanges for variable in exchange.run.shared_variables]
         own = {id(variable) for variable in self._accumulators()}
+        inner = innermost(self.optimizer)
+        steps, kept = int(inner._iterations), self._of_keras(self.model.weights) if self._meets else []
+        before = [tf.identity(v) for v in kept]
         broadcast([*(v for v in self._of_keras(self.model.weights) if id(v) not in own), *shared], root_rank=0)
+        if kept and stays(steps, int(inner._iterations), keeps=keeping[0]):
+            for variable, value in zip(kept, before, strict=True):
+                variable.assign(value)
         for (exchange, _), keeps in zip(self._exchanges, keeping, strict=True):
             if not keeps:
                 exchange.run.reset_memories()

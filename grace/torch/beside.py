@@ -42,8 +42,7 @@ class Beside:
                 f"{where}: control variates suppose that an inner step moves weights by learning rate times gradient, "
                 f"received {kind.name} with momentum {kind.momentum:g}; use SGD without, or leave variates out."
             )
-        # A mean that only the first rank contributes to is the buffer of the first rank.
-        self._factor = transport.size * (transport.rank == 0) if outer.buffers == "first" else 1
+        self._transport = transport
         self._buffers = buffers if outer.buffers != "local" else dict
         self._states: dict[str, tuple[torch.Tensor, str]] = {}
         self.specs: list[TensorSpec] = []
@@ -70,13 +69,15 @@ class Beside:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what this rank hands to a meeting; zeros for a parameter that has had no gradient yet."""
         shapes = {spec.name: spec for spec in self.specs}
+        # A mean that only the first rank contributes to is the buffer of the first rank.
+        factor = self._transport.size * (self._transport.rank == 0) if self._outer.buffers == "first" else 1
         found = {}
         for name, (p, key) in self._states.items():
             x = self._optimizer.state[p].get(key) if p in self._optimizer.state else None
             found[name] = own_part(p).new_zeros(shapes[name].shape) if x is None else own_part(x)
         for name in self._kept:
             own = own_part(self._buffers()[name])
-            found[name] = own if self._factor == 1 else own * self._factor
+            found[name] = own if factor == 1 else own * factor
         return found
 
     def write(self, met: Mapping[str, torch.Tensor]) -> None:

@@ -94,7 +94,14 @@ class Exchange(core.Exchange):
     def abandon(self) -> None:
         """Drop the step under way on this rank, whatever the others do, because Horovod will restart."""
         self._forget()
-        self.rollback.give_up()
+        if self.outers:
+            # Inner steps stay. What is on its way will be sent again.
+            self.rollback.undo()
+            self.run.discard()
+            for outer in self.outers:
+                outer.restore(outer.now)
+        else:
+            self.rollback.give_up()
 
     def _forget(self) -> None:
         """Forget the gradients and comparisons of the step under way."""
@@ -107,6 +114,8 @@ class Exchange(core.Exchange):
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.run.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
+        for outer in self.outers:
+            outer.moved()
         self.comparisons.restart("the first step")
         self.announce(self.run.stages, int(self.run.step))
         return before, self.size

@@ -14,11 +14,12 @@ import pytest
 from tests.support.launch import ROOT, environment
 
 
-def check_survivors(worker: str, arguments: list[str], comes_back: bool, place: Path) -> None:
+def check_survivors(worker: str, arguments: list[str], comes_back: bool, place: Path, latest: int = 6) -> None:
     """Run a worker on three ranks, of which one dies in step 6; check what the others hold back, and how it ends.
 
     Horovod takes names of this machine for hosts, and leaves out the host of a process that has died. The worker gets
-    the arguments, the path of a file that exists after that, and the seconds per step then.
+    the arguments, the path of a file that exists after that, and the seconds per step then. The others notice at their
+    next collective, or at a commit before it, and go on with step 6 to `latest`.
     """
     died, script = place / "died", place / "hosts.sh"
     other = f"echo {socket.gethostname()}:1" if comes_back else "true"
@@ -55,9 +56,9 @@ def check_survivors(worker: str, arguments: list[str], comes_back: bool, place: 
     assert max(held) > 0.01
     # The new host may be found only after the others have gone on for some steps.
     first, last = entered[0], entered[-1]
-    assert first["batch"] == 6
+    assert 6 <= first["batch"] <= latest
     assert first["size"] in ((2, 3) if comes_back else (2,))
-    assert len([one for one in entered if one["batch"] == 6]) == first["size"]
+    assert len([one for one in entered if one["batch"] == first["batch"]]) == first["size"]
     assert last["size"] == (3 if comes_back else 2)
     done = [one for one in told if one["what"] == "done"]
     assert len(done) == last["size"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
 from grace.core.guards.agreement import Handshake
 from grace.core.methods.memory import holds_residual
@@ -12,17 +13,22 @@ from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
-def refusal_of_local_steps(where: str) -> ConfigError:
-    """Return the error of an optimizer with local steps or other outer steps."""
-    return ConfigError(f"{where}: local_steps is not supported in elastic mode, nor is outer; leave them out.")
+def check_meetings(outer: OuterSteps | None, where: str) -> None:
+    """Raise ConfigError for outer steps that cannot go on with other ranks."""
+    if outer is not None and (outer.weight or outer.pairs):
+        raise ConfigError(
+            f"{where}: in elastic mode, ranks come and go, so that outer cannot have a number per rank as weight, nor "
+            f"pairs, whose ranks have anchors of their own; leave them out, received {outer}."
+        )
 
 
-def refusal_of_own_exchanges(where: str) -> ConfigError:
-    """Return the error of an optimizer that exchanges what it needs itself."""
-    return ConfigError(
-        f"{where}: elastic mode is not supported, because its states do not know this optimizer; wrap a plain "
-        "optimizer by grace's DistributedOptimizer."
-    )
+def stays(steps: int, now: int, *, keeps: bool) -> bool:
+    """Return whether a rank keeps the weights and states that are its own between two meetings.
+
+    It does if it stays among the others and has taken as many steps as the first rank, from which all others take them.
+    Steps that are missing could be those of a meeting.
+    """
+    return keeps and steps == now > 0
 
 
 def refusal_of_process_sets(where: str) -> ConfigError:

@@ -431,6 +431,13 @@ class OuterRun:
         self.restore(state._replace(steps=state.met, flight=None, losses=losses, rates=NO_RATES))
         return dict(state.anchors)
 
+    def moved(self) -> None:
+        """Go on with other ranks, over which control variates do not add up to zero; what is on its way is sent again.
+
+        The run must have dropped its steps.
+        """
+        self.restore(self.state._replace(variates=self._no_variates()))
+
     def ground(self) -> None:
         """Let what is on its way arrive, and forget the result: the states of the run can then be replaced.
 

@@ -50,11 +50,15 @@ class Rollback:
                 f"{self._called}.discard() on all ranks to return to the states before it, or end the run."
             )
 
-    def give_up(self) -> None:
+    def undo(self) -> None:
         """Return to the states before the step on this rank, whatever the others do."""
         if self.before is not None:
             self._run.discard(self.before)
         self.before, self._failed = None, False
+
+    def give_up(self) -> None:
+        """Return to the states before the step on this rank, and let the adapter forget it."""
+        self.undo()
         self.forget()
 
     def discard(self) -> None:

@@ -19,14 +19,12 @@ import tensorflow as tf
 from grace.core.config.config import Config, refuse_typos
 from grace.core.config.recommended import Optimizer, warn_of_pairs
 from grace.core.errors import StepError
-from grace.core.guards.elastic import refusal_of_own_exchanges
 from grace.core.observe.announcement import warn
 from grace.core.optim.moments import ONE_BIT, freeze_step_of
 from grace.core.plan.plan import early_warnings
 from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.optim.ruled import Ruled, work_dtype
 from grace.tensorflow.optimizer import Exchanges, OptimizerExchange, placed
-from grace.tensorflow.waiting import is_elastic
 
 
 class Momenta(OptimizerExchange):
@@ -67,8 +65,6 @@ class Exchanging(Exchanges, Ruled):
         **options: Any,
     ) -> None:
         super().__init__(learning_rate, options)
-        if is_elastic():
-            raise refusal_of_own_exchanges(self._where)
         refuse_typos(options, type(self), self._where)
         self._freeze_step = freeze_step_of(freeze_step, total_steps, self._where)
         if config is None and "compressor" not in options:

@@ -101,7 +101,7 @@ class OneBitAdam(OneBit):
     Pass it to `model.compile`, or call `apply` in a loop of your own. Each rank clips its own gradients. Weights at the
     start must be equal; all ranks must take equally many steps. The attribute `grace` is the exchange of the momenta,
     and `frozen` tells whether the warm-up is over. What Keras and `tf.train.Checkpoint` save has the residuals; save it
-    on every rank. Dynamic loss scaling and elastic Horovod are refused. Raises ConfigError for wrong options, and
+    on every rank. Dynamic loss scaling is refused. Raises ConfigError for wrong options, and
     MismatchError on every rank in the first step if the ranks differ.
 
     Reference: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",

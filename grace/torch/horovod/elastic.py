@@ -7,11 +7,13 @@ from typing import Any
 
 import horovod.torch as hvd
 import horovod.torch.elastic
+import torch
 from horovod.torch.elastic.state import StateHandler
 
-from grace.core.guards.elastic import Membership, check_plan, refusal_of_local_steps
+from grace.core.guards.elastic import Membership, check_meetings, check_plan, stays
 from grace.torch.exchange import Exchange
 from grace.torch.horovod.library import Horovod
+from grace.torch.optim.zero_one import ZeroOneAdam
 
 _WHERE = "grace.torch.horovod.TorchState"
 
@@ -23,8 +25,9 @@ class TorchState(horovod.torch.elastic.TorchState):  # type: ignore[misc]
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
-    hold back nothing. What a lost rank held back is lost, and the log says so. Raises ConfigError for optimizers of
-    grace whose states cannot go on with other ranks.
+    hold back nothing. What a lost rank held back is lost, and the log says so. Between two meetings of outer steps,
+    and of `ZeroOneAdam`, survivors keep their weights, and new ranks take those of rank 0. Raises ConfigError for
+    optimizers of grace whose states cannot go on with other ranks.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **more: Any) -> None:
@@ -36,9 +39,20 @@ class TorchState(horovod.torch.elastic.TorchState):  # type: ignore[misc]
     def reset(self) -> None:
         """Go on with the ranks that Horovod has now; it calls this before it calls `sync`."""
         super().reset()
-        for handler in self._handlers.values():
-            if isinstance(handler, _OptimizerHandler):
-                handler.reset()
+        for handler in self._of_grace():
+            handler.reset()
+
+    def sync(self) -> None:
+        """Give all ranks what is equal on them, from rank 0. What belongs to a rank stays with it."""
+        for handler in self._of_grace():
+            handler.keep_weights()
+        super().sync()
+        for handler in self._of_grace():
+            handler.put_back_weights()
+        self.save()
+
+    def _of_grace(self) -> list[_OptimizerHandler]:
+        return [handler for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]
 
 
 class _OptimizerHandler(StateHandler):  # type: ignore[misc]
@@ -47,12 +61,30 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._exchange: Exchange = optimizer.grace
-        if self._exchange.outers:
-            raise refusal_of_local_steps(_WHERE)
+        check_meetings(self._exchange.config.outer, _WHERE)
         check_plan(self._exchange.plan, _WHERE)
         self._membership = Membership()
         self._exchange.synchronized = True
+        # The weights of this rank before they are synchronized, if they may be its own.
+        self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.save()
+
+    def keep_weights(self) -> None:
+        """Keep the weights, which between two meetings are this rank's own, until others have come."""
+        if self._exchange.outers or isinstance(self.value, ZeroOneAdam):
+            parameters = [p for group in self.value.param_groups for p in group["params"]]
+            self._weights = [(p, p.detach().clone()) for p in parameters]
+
+    def put_back_weights(self) -> None:
+        """Write back what `keep_weights` has kept, unless this rank goes on with the weights of rank 0."""
+        with torch.no_grad():
+            for p, own in self._weights:
+                p.copy_(own)
+        self._weights = []
+
+    def _steps(self, state: Any) -> int:
+        """Return the number of steps that weights of a rank's own depend on."""
+        return int(state["grace"]["outer"]["steps"] if self._exchange.outers else state["param_groups"][0]["step"])
 
     def save(self) -> None:
         state = self.value.state_dict()
@@ -84,12 +116,15 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
             _WHERE,
             transport.rank,
         )
-        root = hvd.broadcast_object(self.value.state_dict(), root_rank=0, name="grace.sync")
+        mine = self.value.state_dict()
+        root = hvd.broadcast_object(mine, root_rank=0, name="grace.sync")
+        if not self._weights or not stays(self._steps(mine), self._steps(root), keeps=keeps):
+            self._weights, mine = [], root
         if transport.rank != 0:
             # What is equal on all ranks is that of rank 0; residuals are this rank's own.
             own = run.memories()
             run.load_state_dict(root["grace"], exchange._place)
             if keeps:
                 run.put_memories(own)
-            self.value.load_state_dict({**root, "grace": run.state_dict()})
+            self.value.load_state_dict({**mine, "grace": {**mine["grace"], **run.state_dict()}})
         self.save()

@@ -43,6 +43,8 @@ class Horovod(Library):
         self.group, self.world = str(self._process_set.process_set_id), (hvd.rank(), hvd.size())
         self._delegated: Delegated | None = None
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        if self.elastic and self._process_set is not hvd.global_process_set:
+            raise refusal_of_process_sets(_WHERE)
 
     def connect(self) -> None:
         """Go on with the ranks that Horovod has now."""
@@ -58,8 +60,6 @@ class Horovod(Library):
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
         settings: Settings,
     ) -> tuple[Any, dict[torch.nn.Parameter, str]]:
-        if self.elastic and self._process_set is not hvd.global_process_set:
-            raise refusal_of_process_sets(_WHERE)
         arguments = settings._replace(op=hvd.Average if settings.op is None else settings.op)._asdict()
         wrapped = hvd.DistributedOptimizer(
             optimizer, named_parameters=named_parameters, process_set=self._process_set, **arguments

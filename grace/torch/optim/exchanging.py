@@ -18,7 +18,6 @@ import torch
 from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError, GraceError
-from grace.core.guards.elastic import refusal_of_own_exchanges
 from grace.core.optim.moments import ONE_BIT, freeze_step_of
 from grace.core.session.start import Request, open_session
 from grace.core.state.merge import optimizer_state
@@ -35,9 +34,23 @@ class Momenta(Exchange):
     """The exchange of momenta; `equal` returns what the ranks compare, the weights included."""
 
     equal: Callable[[], dict[str, torch.Tensor]]
+    #: The exchange of gradients as they are.
+    gradients: Exchange
+
+    def move(self) -> tuple[int, int]:
+        self.gradients.move()
+        # Those of new ranks begin, too.
+        self.gradients.run.reset()
+        return super().move()
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return self.equal()
+
+
+class _Gradients(Exchange):
+    """The exchange of gradients, of which users need not know."""
+
+    _speaks = False
 
 
 class Exchanging(Ruled, ABC):
@@ -94,8 +107,8 @@ class Exchanging(Ruled, ABC):
         settings = {"compressor": "none", "seed": session.config.seed, "timeout": session.config.timeout}
         with _session(Request(settings, {}, type(self), request.where), library, "gradient") as dense:
             self._gradients: Run = dense.begin(gradients, OPS, average=True)
-        self.grace = Momenta(session, library, {name: p for p, name in self._names.items()}, None)
-        self.grace.equal = self._equal
+        self.grace = momenta = Momenta(session, library, {name: p for p, name in self._names.items()}, None)
+        momenta.equal, momenta.gradients = self._equal, _Gradients(dense, library, {}, None)
         # Its gradients come uncompressed.
         self.grace.optimizers.append(describe(self)._replace(adaptive=False))
         if library.transport.rank == 0:
@@ -106,8 +119,6 @@ class Exchanging(Ruled, ABC):
     def _settle(self, library: Library, total_steps: int | None) -> None:
         """Raise ConfigError for options or a library that cannot work, and set the end of the warm-up."""
         where = self._where
-        if library.elastic:
-            raise refusal_of_own_exchanges(where)
         for group in self.param_groups:
             self._check(group)
             group["freeze_step"] = freeze_step_of(group["freeze_step"], total_steps, where)
@@ -234,7 +245,15 @@ class Exchanging(Ruled, ABC):
 
 
 def _session(request: Request, library: Library, kind: str) -> Any:
-    return open_session(request, library.transport, world=library.world, group=f"grace/{library.group}", kind=kind)
+    return open_session(
+        request,
+        library.transport,
+        world=library.world,
+        group=f"grace/{library.group}",
+        kind=kind,
+        # As for `DistributedOptimizer`: in elastic mode, the ranks compare when states are synchronized.
+        gather=(lambda mine: [mine]) if library.elastic else None,
+    )
 
 
 def _named(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, torch.nn.Parameter]] | None:

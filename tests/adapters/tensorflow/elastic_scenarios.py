@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.tensorflow import DistributedGradientTape, Exchange, KerasState
+from grace.tensorflow.optim import OneBitAdam, ZeroOneAdam
 from tests.adapters.tensorflow.model import digest, joined, sgd, wrap
 from tests.adapters.tensorflow.usage_model import by_hand, error_of, fit, net
 from tests.support.cases import EVERYTHING
@@ -150,6 +151,62 @@ def elastic_accumulation() -> dict[str, Any]:
     return {"own": digest(run.model.optimizer._accumulated_gradients) == sums, "sums": sums}
 
 
+# After four steps, in mid-flight or in mid-period. No rank owns what others hold back, and gives it up after a reset.
+GATHERED = {**CONFIG, "communicator": "allgather"}
+MEETINGS: dict[str, Callable[[], Any]] = {
+    "streaming": lambda: wrap(
+        GATHERED, sgd(), outer={"every": 6, "momentum": 0.9, "fragments": 2, "delay": 2, "alpha": 0.5}
+    ),
+    "0/1 Adam": lambda: ZeroOneAdam(0.01, freeze_step=2, every=4, **GATHERED),
+    "1-bit Adam": lambda: OneBitAdam(0.01, freeze_step=3, **GATHERED),
+}
+
+
+def elastic_meetings(name: str) -> dict[str, Any]:
+    """Go on after a reset between two meetings, with the same ranks and with rank 1 as a new one."""
+
+    def made() -> keras.Model:
+        model = net()
+        with mock.patch.dict("os.environ", HOROVOD_ELASTIC="1"):
+            model.compile(MEETINGS[name](), "mse", jit_compile=False)
+        return model
+
+    def contents(model: keras.Model) -> str:
+        return digest([*model.weights, *model.optimizer.variables])
+
+    whole, model, results = made(), made(), {}
+    whole.optimizer.grace.synchronized = True
+    fit(whole, 10)
+    state = KerasState(model, batch=0)
+    state.sync()
+    fit(model, 4)
+    state.save()
+    committed = contents(model)
+    fit(model, 2, start=4)
+    state.restore()
+    results["restored"] = contents(model) == committed
+    weights = digest(model.weights)
+    state.on_reset()
+    state.sync()
+    results["stayed"] = digest(model.weights) == weights
+    state.save()
+    fit(model, 6, start=4)
+    results["went on"] = digest(model.weights) == digest(whole.weights)
+    state.restore()
+    if hvd.rank() == 1:
+        # As a process that has started just now.
+        model = made()
+        state = KerasState(model, batch=0)
+    else:
+        state.on_reset()
+    state.sync()
+    results["weights"] = digest(model.weights)
+    fit(model, 6, start=4)
+    model.optimizer.grace.check_replicas()
+    results["end"] = digest(model.weights)
+    return results
+
+
 def elastic_refusals() -> list[str]:
     """Return the errors of what does not work in elastic mode."""
 
@@ -166,7 +223,7 @@ def elastic_refusals() -> list[str]:
     attempts: list[Callable[[], Any]] = [
         without_state,
         lambda: Run("apply", {**qsgd, "memory": "diana"}).state(),
-        lambda: Run("apply", qsgd, local_steps=2).state(),
+        lambda: Run("apply", qsgd, outer={"every": 2, "weight": [1.0, 1.0]}).state(),
         of_process_set,
         lambda: Run("apply", model=keras.Sequential([keras.layers.Dense(2)])).state(),
     ]

@@ -1,6 +1,6 @@
 """A training script that elastic Horovod starts: the process of one host ends in the middle of a step.
 
-Arguments: how it trains ("fit", "apply" or "tape"), a file that exists after that, and the seconds per step then.
+Arguments: how it trains ("fit", "outer", "apply" or "tape"), a file that exists after that, the seconds per step then.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from grace.tensorflow import KerasState
 
 STEPS, END = 14, 6
 CONFIG = {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2}
+# The process ends in mid-period, after a meeting, and the last step is a meeting.
+OUTER = {"every": 4, "lr": 1.0, "momentum": 0.5, "warmup": 2}
 way, died, pause = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 logging.basicConfig(level=logging.WARNING)
 tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -30,8 +32,9 @@ hvd.init()
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, name="only")])
 sgd = keras.optimizers.SGD(0.01, momentum=0.5)
+settings = {"outer": OUTER} if way == "outer" else {}
 given = {"exchange": grace.tensorflow.Exchange(CONFIG)} if way == "tape" else {}
-optimizer = sgd if way == "tape" else grace.tensorflow.DistributedOptimizer(sgd, CONFIG)
+optimizer = sgd if way == "tape" else grace.tensorflow.DistributedOptimizer(sgd, {**CONFIG, **settings})
 model.compile(optimizer, "mse", jit_compile=False)
 state = KerasState(model, batch=0, **given)
 exchange = given.get("exchange", getattr(optimizer, "grace", None))
@@ -51,7 +54,8 @@ def held() -> float:
 def tell(what: str, batch: int) -> None:
     line = {"what": what, "rank": hvd.rank(), "size": hvd.size(), "batch": batch, "held": held(), "pid": os.getpid()}
     weights = sum(float(np.asarray(v, np.float64).sum()) for v in model.trainable_variables)
-    print(json.dumps({**line, "step": exchange.run.step, "weights": weights}), flush=True)
+    step = int(optimizer.iterations) if way == "outer" else exchange.run.step
+    print(json.dumps({**line, "step": step, "weights": weights}), flush=True)
 
 
 def data(batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +115,7 @@ def by_hand() -> None:
 @hvd.elastic.run  # type: ignore[untyped-decorator]
 def train(state: KerasState) -> None:
     tell("enter", state.batch)
-    by_fit() if way == "fit" else by_hand()
+    by_fit() if way in ("fit", "outer") else by_hand()
     exchange.check_replicas()
     tell("done", state.batch)
 

@@ -10,6 +10,7 @@ import torch
 import grace
 from grace.core.session import start
 from grace.torch.horovod import TorchState
+from grace.torch.optim import OneBitAdam, ZeroOneAdam
 from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import Net, digest, make_net, sgd, train
 from tests.support.cases import EVERYTHING
@@ -55,6 +56,74 @@ def elastic() -> dict[str, Any]:
     return results
 
 
+# No rank owns what others hold back, and gives it up after a reset.
+GATHERED = {**CONFIG, "communicator": "allgather"}
+# Local states in mid-period and, with a delay, in mid-flight: after four steps.
+LOCAL = {
+    "streaming": {"every": 6, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 2, "alpha": 0.5},
+    "local SGD": {"every": 3, "state": "average"},
+    "update": {"every": 1, "buffers": "first"},
+}
+OWN = {
+    "ZeroOneAdam": lambda model: ZeroOneAdam(model.named_parameters(), 0.01, freeze_step=2, every=4, **GATHERED),
+    "OneBitAdam": lambda model: OneBitAdam(model.named_parameters(), 0.01, freeze_step=3, **GATHERED),
+}
+
+
+def elastic_meetings() -> dict[str, Any]:
+    """Go on after a reset between two meetings, with the same ranks and with rank 1 as a new one."""
+    results = {}
+    for name in (*LOCAL, *OWN):
+
+        def made(name: str = name) -> tuple[Net, Any]:
+            if name in LOCAL:
+                return wrapped(GATHERED, outer=LOCAL[name])
+            model = make_net()
+            with mock.patch.dict("os.environ", HOROVOD_ELASTIC="1"):
+                return model, OWN[name](model)
+
+        whole, never = made()
+        never.grace.synchronized = True
+        train(whole, never, 14)
+        model, optimizer = made()
+        state = TorchState(model=model, optimizer=optimizer, batch=0)
+        state.sync()
+        train(model, optimizer, 4)
+        state.save()
+        committed = digest(contents(optimizer, model))
+        # Here Horovod does not restart, and what is on its way must have arrived.
+        train(model, optimizer, 4, start=4)
+        state.restore()
+        restored = digest(contents(optimizer, model)) == committed
+        state.on_reset()
+        state.sync()
+        stayed = digest(contents(optimizer, model)) == committed
+        state.save()
+        train(model, optimizer, 10, start=4)
+        went_on = digest(model.parameters()) == digest(whole.parameters())
+        state.restore()
+        if my_rank() == 1:
+            # As a process that has started just now, and made its first optimizer as the others have.
+            for kind in ("",) if name in LOCAL else ("momentum", "gradient"):
+                start._started[f"grace/0.{kind}"] -= 1
+            model, optimizer = made()
+            state = TorchState(model=model, optimizer=optimizer, batch=0)
+        else:
+            state.on_reset()
+        state.sync()
+        weights = digest(model.parameters())
+        train(model, optimizer, 10, start=4)
+        optimizer.grace.check_replicas()
+        results[name] = {
+            "restored": restored,
+            "stayed": stayed,
+            "went on": went_on,
+            "weights": weights,
+            "end": digest(model.parameters()),
+        }
+    return results
+
+
 def wrapped(config: dict[str, Any], **arguments: Any) -> tuple[Net, Any]:
     """Return a model and its optimizer, as in elastic mode."""
     model = make_net()
@@ -71,7 +140,8 @@ def refused() -> list[str]:
         train(model, optimizer, 1)
     except grace.core.errors.StepError as error:
         told.append(str(error))
-    for wrong, arguments in (({"memory": "diana", "communicator": "allgather"}, {}), ({}, {"local_steps": 2})):
+    weighted = {"outer": {"every": 2, "weight": [1.0, 1.0]}}
+    for wrong, arguments in (({"memory": "diana", "communicator": "allgather"}, {}), ({}, weighted)):
         model, optimizer = wrapped({"compressor": "qsgd", **EVERYTHING, **wrong}, **arguments)
         try:
             TorchState(model=model, optimizer=optimizer)

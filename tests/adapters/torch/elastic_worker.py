@@ -1,6 +1,6 @@
 """A training script that elastic Horovod starts: the process of one host ends in the middle of a step.
 
-Arguments: a file that exists after that, and the seconds per step then.
+Arguments: what the ranks exchange, a file that exists after that, and the seconds per step then.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ import grace.torch
 from grace.torch.horovod import TorchState
 
 STEPS, END = 14, 6
-died, pause = Path(sys.argv[1]), float(sys.argv[2])
+kind, died, pause = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 logging.basicConfig(level=logging.WARNING)
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 32)
-optimizer = grace.torch.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
-    model.named_parameters(),
-    {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2},
-)
+config = {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2}
+if kind == "0/1 Adam":
+    # It meets after steps 4, 9 and 14.
+    optimizer = grace.torch.optim.ZeroOneAdam(model.named_parameters(), lr=0.01, freeze_step=4, every=5, config=config)
+else:
+    # The process ends in mid-period, after a meeting, and the last step is a meeting.
+    outer = {"outer": {"every": 4, "lr": 1.0, "momentum": 0.5, "warmup": 2}} if kind == "outer" else {}
+    optimizer = grace.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), model.named_parameters(), {**config, **outer}
+    )
 
 
 def held() -> float:
@@ -44,7 +49,12 @@ def held() -> float:
 def tell(what: str, batch: int) -> None:
     line = {"what": what, "rank": hvd.rank(), "size": hvd.size(), "batch": batch, "held": held(), "pid": os.getpid()}
     weights = sum(p.detach().double().sum().item() for p in model.parameters())
-    print(json.dumps({**line, "step": optimizer.grace.run.step, "weights": weights}), flush=True)
+    steps = {
+        "gradients": lambda: optimizer.grace.run.step,
+        "outer": lambda: optimizer.grace.stats()["outer"]["steps"],
+        "0/1 Adam": lambda: optimizer.param_groups[0]["step"],
+    }
+    print(json.dumps({**line, "step": steps[kind](), "weights": weights}), flush=True)
 
 
 @hvd.elastic.run  # type: ignore[untyped-decorator]

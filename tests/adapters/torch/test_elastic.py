@@ -18,7 +18,7 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
         without, joint, local = rank["refused"]
         assert "pass the optimizer to grace.torch.horovod.TorchState" in without
         assert "every rank must keep a residual of its own" in joint
-        assert "local_steps is not supported in elastic mode" in local
+        assert "outer cannot have a number per rank as weight" in local
         assert rank["went on"]
         assert rank["restored"] == [True, 3]
         assert rank["step"] == 3
@@ -34,7 +34,20 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
     assert any("of 2 ranks, 1 have stayed and 1 are new. What the other 1 held back is lost" in text for text in others)
 
 
+@on(Launch(TORCH, "horovodrun-gloo", 2), Launch(TORCH, "horovodrun-gloo", 3))
+def test_ranks_keep_what_they_have_of_their_own_between_two_meetings(launch):
+    ranks = scenario("elastic_meetings", launch)
+    for name, first in ranks[0].items():
+        for rank in ranks:
+            kept = [rank[name][key] for key in ("restored", "stayed", "went on")]
+            assert all(kept), f"{name}: with the same ranks, nothing is lost"
+        assert ranks[1][name]["weights"] == first["weights"], "a new rank latest with the weights of rank 0"
+        meets = name not in ("streaming", "local SGD")
+        assert len({rank[name]["end"] for rank in ranks}) == (1 if meets else len(ranks)), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "back"])
-def test_survivors_of_a_dead_rank_go_on(comes_back, tmp_path):
-    check_survivors("tests/adapters/torch/elastic_worker.py", [], comes_back, tmp_path)
+@pytest.mark.parametrize(("kind", "latest"), [("gradients", 6), ("outer", 9), ("0/1 Adam", 8)])
+def test_survivors_of_a_dead_rank_go_on(kind, latest, comes_back, tmp_path):
+    check_survivors("tests/adapters/torch/elastic_worker.py", [kind], comes_back, tmp_path, latest)
