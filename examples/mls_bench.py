@@ -24,7 +24,7 @@ class GradientCompressor:
     def __init__(self, compress_ratio=0.01, config=None):
         config = {"seed": torch.initial_seed() % 2**63, **(config or {"compressor": "eden"})}
         made = grace.make_config(config)
-        if isinstance(made.method.compressor, grace.Thinning):
+        if hasattr(made.method.compressor, "compress_ratio"):
             made = grace.make_config({"compress_ratio": compress_ratio, **config})
         needs = {need for entry in (made, *made.rules) for need in entry.method.memory.needs}
         if made.schedule or needs & {"lr", "norm"}:
@@ -75,7 +75,7 @@ class GradientCompressor:
         gradient = compressor.merge([payload], at)
         if memory.gain != 1:
             gradient = at.ops.scale_(gradient, memory.gain)
-        if memory.finishes:
+        if "mean" in memory.needs:
             gradient, held = memory.finish(gradient, held, at)
         if isinstance(compressor, grace.Learning):
             own = compressor.learn([payload], at)

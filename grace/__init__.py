@@ -16,10 +16,10 @@ from grace.core.config.outer import OuterSteps
 from grace.core.config.registry import communicators, compressors, memories, outer_optimizers
 from grace.core.methods.capabilities import (
     Learning,
+    Merging,
     Negotiating,
     Selecting,
     Stateful,
-    Thinning,
     Tuning,
 )
 from grace.core.methods.communicator import Communicator, Route
@@ -58,6 +58,7 @@ __all__ = [
     "Key",
     "Learning",
     "Memory",
+    "Merging",
     "Method",
     "Negotiating",
     "OuterOptimizer",
@@ -72,7 +73,6 @@ __all__ = [
     "Sparsifier",
     "Stateful",
     "TensorSpec",
-    "Thinning",
     "Tuning",
     "__version__",
     "communicators",

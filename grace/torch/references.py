@@ -97,7 +97,7 @@ def follows(exchange: Exchange) -> bool:
 
     Raises ConfigError if they are for some tensors only: a closure computes all of them at once.
     """
-    found = {item.memory.follows for item in exchange.plan.exchanged if "reference" in item.memory.needs}
+    found = {"previous" in item.memory.needs for item in exchange.plan.exchanged if "reference" in item.memory.needs}
     if len(found) > 1:
         raise ConfigError(
             f"{exchange.maker}: some tensors need second gradients at the weights of the last step, and others at "

@@ -21,6 +21,7 @@ from grace.core.errors import (
     StepError,
     nearest,
 )
+from grace.core.methods.capabilities import Merging
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same
 from tests.mutants import methods
@@ -371,7 +372,11 @@ def test_loading_a_checkpoint_drops_a_step_that_was_under_way():
 STATEFUL = {
     **{name: {"compressor": name, **compressors.needed(name)} for name in compressors},
     # What keeps something of each rank starts again on other ranks.
-    **{f"memory {name}": {"compressor": "topk", "memory": name} for name, each in memories.ready() if not each.merges},
+    **{
+        f"memory {name}": {"compressor": "topk", "memory": name}
+        for name, each in memories.ready()
+        if not isinstance(each, Merging)
+    },
     "memory dore": {"compressor": "qsgd", "memory": "dore", "communicator": "two_shot"},
     "memory powersgd": {"compressor": "powersgd"},
     "lr_correction": {"compressor": "topk", "lr_correction": True},

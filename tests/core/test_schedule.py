@@ -9,10 +9,8 @@ import pytest
 
 import grace
 from grace.core.config.config import make_config
-from grace.core.config.registry import compressors, fields_of
 from grace.core.config.schedule import ladder
 from grace.core.errors import ConfigError, StateError, StepError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.memory import Memory, holds_residual
 from grace.core.ops import get_ops
 from grace.core.spec import TensorSpec
@@ -46,12 +44,6 @@ def test_warm_up_of_the_configuration():
     assert make_config(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ConfigError, match="compress_ratio"):
         make_config({"compressor": "onebit", "warmup_steps": 30})
-
-
-def test_every_method_with_a_ratio_says_so():
-    named = {name for name in compressors if "compress_ratio" in fields_of(compressors.get(name))}
-    assert named == {name for name in compressors if issubclass(compressors.get(name), Thinning)}
-    assert "topk" in named
 
 
 def test_stages_change_options_or_parts():

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from grace.core.codecs.middle import middle
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.methods.capabilities import Selecting
+from grace.core.methods.capabilities import Merging, Selecting
 from grace.core.methods.communicator import Communicator, Result, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory, wide_norm
@@ -54,7 +54,6 @@ class Allgather(Communicator):
     trim: int | None = None
 
     any_length: ClassVar[bool] = True
-    gathers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.clip is not None and self.reduce != "senders":
@@ -85,11 +84,11 @@ class Allgather(Communicator):
         return "few ranks send a coordinate, so that the median of all ranks is 0" if sparse else None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if self.reduce != "mean" and memory.merges:
+        if self.reduce != "mean" and isinstance(memory, Merging):
             return f"merges what the ranks have sent itself, without reduce = '{self.reduce}'"
         if self.reduce != "mean" and memory.across_ranks == "joint":
             return f"follows the mean over all ranks, not {_RESULTS[self.reduce]}"
-        return super().memory_obstacle(memory)
+        return None if isinstance(memory, Merging) else super().memory_obstacle(memory)
 
     def _mean_of_senders(self, compressor: Compressor, payloads: Sequence[Payload], at: Site) -> Array:
         assert isinstance(compressor, Selecting)

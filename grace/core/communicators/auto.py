@@ -14,6 +14,7 @@ from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.site import Site
@@ -132,7 +133,7 @@ def _count(communicator: Communicator, item: Assignment, size: int) -> _Count:
 
 def _obstacle(communicator: Communicator, method: Method) -> str | None:
     """Return the reason why auto does not take a communicator for a method; None if it may."""
-    apart = method.memory.sends_full or method.memory.merges
+    apart = "full" in method.memory.needs or isinstance(method.memory, Merging)
     if (communicator == _UNION or apart) and (obstacle := communicator.memory_obstacle(method.memory)):
         return obstacle
     if communicator == TwoShot():

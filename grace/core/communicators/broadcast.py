@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from grace.core.config.registry import communicators
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, fixed_size
+from grace.core.methods.memory import Memory
 from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep
@@ -26,10 +27,11 @@ class Broadcast(Communicator):
     Formula: g = \mathrm{merge}(\mathrm{payload}_1, \dots, \mathrm{payload}_n)
     """
 
-    gathers: ClassVar[bool] = True
-
     def obstacle(self, compressor: Compressor) -> str | None:
         return None if fixed_size(compressor) else "the size of its payloads depends on the data"
+
+    def memory_obstacle(self, memory: Memory) -> str | None:
+        return None if isinstance(memory, Merging) else super().memory_obstacle(memory)
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
         layout = layout_of(units, checksum)

@@ -13,7 +13,7 @@ from grace.core.communicators.two_shot import by_unit, encode_shards, keeps_stat
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError
-from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.communicator import Communicator, Route, merging_obstacle
 from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.memory import Memory
 from grace.core.plan.unit import Assignment, Unit, empty_shard, layout_of, shards
@@ -72,7 +72,7 @@ class Hierarchical(Communicator):
                 "limits the norm of all gradients of a rank; this communicator compresses the mean of a node, shard by "
                 'shard. Set clipping_norm = "tensor"'
             )
-        if apart := self.keeps_apart(memory):
+        if apart := merging_obstacle(memory):
             return apart
         if "reference" in memory.needs:
             return "takes two gradients of a rank; this communicator compresses the mean of a node"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.communicators.two_shot import keeps_state
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -46,7 +47,7 @@ class ReduceScatter(Communicator):
         return None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if memory.across_ranks == "joint" or memory.finishes or memory.merges:
+        if memory.across_ranks == "joint" or "mean" in memory.needs or isinstance(memory, Merging):
             return "follows the mean of what all ranks have sent, and a rank gets only its own parts of the mean"
         if "tensor" in memory.needs:
             return "needs the norm of a whole tensor, and shards are compressed one by one"

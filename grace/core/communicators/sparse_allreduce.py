@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from grace.core.config.registry import communicators
-from grace.core.methods.capabilities import Thinning
-from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.capabilities import ratio_of
+from grace.core.methods.communicator import Communicator, Route, merging_obstacle
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.ops.composites import ArrayOps
@@ -73,9 +73,9 @@ class SparseAllreduce(Communicator):
         return None
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if apart := self.keeps_apart(memory):
+        if apart := merging_obstacle(memory):
             return apart
-        if memory.sends_full:
+        if "full" in memory.needs:
             return "sends whole gradients in full rounds; this communicator carries only entries"
         if memory.across_ranks == "joint":
             return "must receive the mean of what all ranks have sent; this communicator drops a part of it"
@@ -100,7 +100,7 @@ def _is_counted(unit: Unit) -> bool:
     """Return whether the ranks count magnitudes to find the k-th largest sum of a unit."""
     length = next(f.length for f in unit.fields if f.name == "indices")
     if isinstance(length, str):
-        ratio = unit.compressor.compress_ratio if isinstance(unit.compressor, Thinning) else _USUAL_RATIO
+        ratio = ratio_of(unit.compressor) or _USUAL_RATIO
         length = keep_count(ratio, unit.spec.numel)
     return length >= _COUNTED_FROM
 

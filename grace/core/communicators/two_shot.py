@@ -14,7 +14,7 @@ from grace.core.config.config import Method
 from grace.core.config.registry import communicators, memories
 from grace.core.errors import IncompatibleError
 from grace.core.methods.capabilities import Stateful, proposed_fields
-from grace.core.methods.communicator import Communicator, Route
+from grace.core.methods.communicator import Communicator, Route, merging_obstacle
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.plan.unit import Unit, layout_of, shards
@@ -68,7 +68,7 @@ class TwoShot(Communicator):
                 f"communicator 'two_shot': shard_memory {there} needs the norm of whole tensors or of all gradients, "
                 "and the owner of a shard knows neither. Valid: residual, none."
             )
-        if there.finishes or there.across_ranks == "joint" or there.gain != 1:
+        if "mean" in there.needs or there.across_ranks == "joint" or there.gain != 1:
             raise IncompatibleError(
                 f"communicator 'two_shot': shard_memory {there} changes the gradient after it was merged, and the "
                 "owner of a shard sends it on before. Valid: residual, none."
@@ -78,9 +78,9 @@ class TwoShot(Communicator):
         return _why_not_first(compressor) or why_not_second(self.second or compressor)
 
     def memory_obstacle(self, memory: Memory) -> str | None:
-        if apart := self.keeps_apart(memory):
+        if apart := merging_obstacle(memory):
             return apart
-        if memory.sends_full:
+        if "full" in memory.needs:
             return "sends whole gradients in full rounds; this communicator would compress them on their way back"
         if memory.across_ranks == "joint" and memory.at_owner is None:
             return "must receive the mean of what all ranks have sent; this communicator compresses it again"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Selecting, Thinning
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     ),
 )
 @dataclass(frozen=True)
-class Adaptive(Compressor, Selecting, Thinning):
+class Adaptive(Compressor, Selecting):
     r"""Adaptive threshold: the largest elements of each sign, all sent as the mean of their sign.
 
     Formula: C(x)_i = \begin{cases} \mu_+ & i \in P \\ \mu_- & i \in N \\ 0 & \text{otherwise} \end{cases}

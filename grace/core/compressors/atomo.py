@@ -10,7 +10,6 @@ from grace.core.codecs.lowrank import matrix_shape, unfit_matrix
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -29,7 +28,7 @@ _EPS = {"float32": 2.0**-23, "float64": 2.0**-52}
     ),
 )
 @dataclass(frozen=True)
-class Atomo(Compressor, Thinning):
+class Atomo(Compressor):
     r"""ATOMO: a random choice of singular triples or entries; unbiased, the least variance for its budget.
 
     Formula: C(x) = \sum_{a \in A} \frac{\lambda_a}{p_a} a, \quad P(a \in A) = p_a = \min(1, |\lambda_a| / t)

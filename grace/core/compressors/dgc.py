@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Field, Payload, TensorSpec
@@ -25,7 +24,7 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class DGC(Sparsifier, Thinning):
+class DGC(Sparsifier):
     r"""Deep Gradient Compression: top-k with a threshold estimated from a sample; its memory corrects the momentum.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau \approx \text{the $k$-th largest of}\; |x_1|, \dots, |x_d|

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning, Tuning
+from grace.core.methods.capabilities import Tuning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -32,7 +32,7 @@ _GAIN, _HORIZON = 0.05, 20.0
     ),
 )
 @dataclass(frozen=True)
-class HardThreshold(Sparsifier, Tuning, Thinning):
+class HardThreshold(Sparsifier, Tuning):
     r"""Hard-threshold sparsifier: every element at or above one magnitude, equal for all layers and steps.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \lambda}

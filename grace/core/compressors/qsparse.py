@@ -13,7 +13,6 @@ from grace.core.compressors.qsgd import QSGD
 from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.topk import TopK, check_ratio
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Payload, TensorSpec
@@ -34,7 +33,7 @@ _SPARSIFIERS: dict[str, type[TopK | RandomK]] = {"topk": TopK, "randomk": Random
     ),
 )
 @dataclass(frozen=True)
-class QSparse(QuantizedSparsifier, Thinning):
+class QSparse(QuantizedSparsifier):
     r"""Qsparse: top-k or random-k, its values quantized by QSGD and scaled to a contraction.
 
     Formula: C(x) = \frac{Q(S(x))}{1 + \beta}, \quad \beta = \min(k / s^2, \sqrt{k} / s)

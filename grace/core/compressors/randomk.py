@@ -8,7 +8,6 @@ from typing import Literal
 
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.config.registry import About, Need, Setting, compressors
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Field, Payload, TensorSpec
@@ -41,7 +40,7 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class RandomK(Sparsifier, Thinning):
+class RandomK(Sparsifier):
     r"""Random-k sparsifier: k coordinates drawn at random, equal on all ranks.
 
     Formula: C(x)_i = c \, x_i \, 1_{i \in K}, \quad c = d / k \;\text{if scaled, else}\; 1

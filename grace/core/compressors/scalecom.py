@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Negotiating, Thinning
+from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Proposal, Site
 from grace.core.spec import Array, Field, Payload, TensorSpec
@@ -23,7 +23,7 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class ScaleCom(Sparsifier, Negotiating, Thinning):
+class ScaleCom(Sparsifier, Negotiating):
     r"""ScaleCom's cyclic local top-k: all ranks send the coordinates that one rank chose, and the ranks take turns.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i| \;\text{of the leader}

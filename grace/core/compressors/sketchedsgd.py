@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Negotiating, Thinning
+from grace.core.methods.capabilities import Negotiating
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
@@ -39,7 +39,7 @@ SKETCH_BLOCK = 16
     ),
 )
 @dataclass(frozen=True)
-class SketchedSGD(Sparsifier, Negotiating, Thinning):
+class SketchedSGD(Sparsifier, Negotiating):
     r"""Sketched-SGD: the k largest elements of the summed gradient, found in a Count-Sketch that allreduce adds.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \; K = \mathrm{top}_k |e|, \; e_i = \mathrm{median}_j \, s_j(i) S[j, h_j(i)]

@@ -9,7 +9,7 @@ from grace.core.codecs.sketch import decode_keys, encode_keys
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError, PayloadError
-from grace.core.methods.capabilities import Selecting, Thinning
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
@@ -42,7 +42,7 @@ class _Places(NamedTuple):
     ),
 )
 @dataclass(frozen=True)
-class SketchML(Compressor, Selecting, Thinning):
+class SketchML(Compressor, Selecting):
     r"""SketchML: the largest elements as quantile buckets in a sketch, with delta-coded indices.
 
     Formula: C(x)_i = \mathrm{sign}(x_i) \, \mathrm{mean}(b'), \quad b' \le b

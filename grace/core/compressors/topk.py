@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from grace.core.codecs.sums import FEEDBACK, Feedback, sum_top
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.fusions import compress_sum
 from grace.core.methods.site import Site
@@ -42,7 +41,7 @@ def advice_on_ratio(ratio: float) -> str | None:
     ),
 )
 @dataclass(frozen=True)
-class TopK(Sparsifier, Thinning):
+class TopK(Sparsifier):
     r"""Top-k sparsifier: the k elements of largest magnitude; needs error feedback.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K = \text{the indices of the $k$ largest}\; |x_i|

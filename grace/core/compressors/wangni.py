@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     ),
 )
 @dataclass(frozen=True)
-class Wangni(Compressor, Thinning):
+class Wangni(Compressor):
     r"""Wangni sparsifier: random elements, large ones more often; unbiased, the fewest for a given variance.
 
     Formula: C(x)_i = \frac{x_i}{p_i} b_i, \quad b_i \sim \mathrm{Bernoulli}(p_i), \quad p_i = \min(1, \lambda |x_i|)

@@ -19,7 +19,7 @@ from typing import Any
 
 from grace.core.config.outer import OuterSteps, make_outer
 from grace.core.config.registry import build, communicators, compressors, fields_of, memories
-from grace.core.config.schedule import ladder, ratio_of
+from grace.core.config.schedule import ladder, warmed_ratio
 from grace.core.errors import MOST, ConfigError, GraceWarning, IncompatibleError, meant, nearest
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
@@ -410,7 +410,7 @@ def _tables(key: str, value: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _warm_up(method: Method, steps: int) -> list[Stage]:
-    rungs = ladder(ratio_of(method.compressor), steps)
+    rungs = ladder(warmed_ratio(method.compressor), steps)
     return [Stage(step, change_method(method, {"compress_ratio": ratio}, "warmup_steps")) for step, ratio in rungs]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
+from grace.core.methods.capabilities import ratio_of
 from grace.core.methods.compressor import Compressor
 
 
@@ -33,14 +33,15 @@ def ladder(compress_ratio: float, steps: int) -> list[tuple[int, float]]:
     return [(i * steps // len(rungs), rung) for i, rung in enumerate(rungs)] + [(steps, compress_ratio)]
 
 
-def ratio_of(compressor: Compressor) -> float:
+def warmed_ratio(compressor: Compressor) -> float:
     """Return the compressor's compress_ratio. Raises ConfigError if it has none."""
-    if not isinstance(compressor, Thinning):
+    ratio = ratio_of(compressor)
+    if ratio is None:
         raise ConfigError(
             f"warmup_steps: a warm-up lowers compress_ratio, and {compressor} has no such option; "
             "write a schedule of its options instead."
         )
-    return float(compressor.compress_ratio)
+    return float(ratio)
 
 
 def as_changes(value: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from grace.core.codecs.middle import middle
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.memories.diana import check_mean
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.methods.site import Site
@@ -19,7 +20,7 @@ from grace.core.spec import Array, Payload, State, TensorSpec
 
 @memories.register("byz_ef21", About(tests=[{"ranks": 1}]))
 @dataclass(frozen=True)
-class ByzEF21(Memory):
+class ByzEF21(Memory, Merging):
     r"""Gradients of all ranks as they are known: compresses what each lacks, and takes the middle of all.
 
     Formula: x_i = g_i - h_i, \quad \text{send } C(x_i), \quad h_i \leftarrow h_i + C(x_i), \quad
@@ -41,7 +42,6 @@ class ByzEF21(Memory):
 
     feeds_back = False
     across_ranks = "equal"
-    merges = True
 
     def __post_init__(self) -> None:
         if self.trim is not None and self.trim < 1:

@@ -23,7 +23,7 @@ _LATEST = 10
 class _Shifted(Memory):
     """Shift that each rank learns by the step `pace`, and the mean of all shifts."""
 
-    finishes = True
+    needs = ("mean",)
     across_ranks = "joint"
 
     @property
@@ -160,7 +160,7 @@ class EF21(_Shifted):
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        return needs_of({"no_momentum": self.momentum})
+        return needs_of({"mean": True, "no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         mean = {"running_mean": ops.zeros(spec.numel, spec.work_dtype)} if self.momentum else {}

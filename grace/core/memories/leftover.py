@@ -34,10 +34,6 @@ class Leftover(Memory):
         object.__setattr__(self, "then", memories.make(self.then))
 
     @property
-    def finishes(self) -> bool:
-        return self.then.finishes
-
-    @property
     def across_ranks(self) -> Literal["apart", "joint"]:
         # A residual is not equal on all ranks. So a rank cannot load the whole state of another one.
         return "apart" if self.then.across_ranks == "apart" else "joint"

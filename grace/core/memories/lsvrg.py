@@ -9,8 +9,9 @@ from typing import Literal
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.memories.marina import changed, check_period
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory, Need, keeps_nothing
+from grace.core.methods.memory import Compensated, Memory, Need, keeps_nothing, needs_of
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
@@ -57,7 +58,7 @@ class LSVRG(Memory):
     def __post_init__(self) -> None:
         object.__setattr__(self, "then", memories.make(self.then))
         check_period("lsvrg", self.period)
-        if {"reference", "norm"} & set(self.then.needs) or self.then.merges:
+        if {"reference", "norm"} & set(self.then.needs) or isinstance(self.then, Merging):
             raise ConfigError(
                 f"memory lsvrg: {self.then} needs a second gradient itself, the norm of the gradients that were "
                 "passed, or the payloads of all ranks; expected another memory as then, such as none, residual or "
@@ -73,10 +74,6 @@ class LSVRG(Memory):
     @property
     def feeds_back(self) -> bool | Literal["mean"]:
         return self.then.feeds_back
-
-    @property
-    def finishes(self) -> bool:
-        return self.exact or self.then.finishes
 
     @property
     def across_ranks(self) -> Literal["apart", "equal", "joint"]:
@@ -107,11 +104,8 @@ class LSVRG(Memory):
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        return ("reference", *self.then.needs)
-
-    @property
-    def sends_full(self) -> bool:
-        return self.exact
+        own = needs_of({"reference": True, "full": self.exact, "mean": self.exact})
+        return own + self.then.needs
 
     @property
     def pace(self) -> float:

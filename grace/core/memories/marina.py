@@ -38,12 +38,9 @@ class Marina(Memory):
 
     period: int = 20
 
-    needs = ("reference",)
+    needs = ("reference", "previous", "full", "mean")
     feeds_back = False
-    finishes = True
     across_ranks = "equal"
-    sends_full = True
-    follows = True
 
     def __post_init__(self) -> None:
         check_period("marina", self.period)

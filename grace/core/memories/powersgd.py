@@ -27,7 +27,7 @@ class PowerSGDMemory(Memory):
     Reference: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 2.
     """
 
-    finishes = True
+    needs = ("mean",)
     feeds_back = "mean"
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:

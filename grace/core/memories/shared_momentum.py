@@ -43,7 +43,6 @@ class SharedMomentum(Memory):
     dampening: float | None = None
     lr_correction: bool = False
 
-    finishes = True
     additive = ("momentum", "residual")
 
     def __post_init__(self) -> None:
@@ -59,7 +58,7 @@ class SharedMomentum(Memory):
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
-        return needs_of({"lr": self.lr_correction, "no_momentum": self.momentum})
+        return needs_of({"mean": True, "lr": self.lr_correction, "no_momentum": self.momentum})
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = {name: ops.zeros(spec.numel, spec.work_dtype) for name in ("momentum", "residual")}

@@ -49,7 +49,7 @@ class SVRG(Memory):
                 "Valid memories: none, momentum."
             )
 
-    finishes = True
+    needs = ("mean",)
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         return {"snapshot": ops.zeros(spec.numel, spec.work_dtype)}

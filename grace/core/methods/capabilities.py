@@ -1,4 +1,4 @@
-"""Capabilities of compressors: what only some methods have. Such a method derives from the class as well.
+"""Capabilities of compressors and memories: what only some have. Such a method derives from the class as well.
 
 A class that has a capability may lack it with some options; the docstrings say how an instance tells.
 """
@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, State, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.methods.compressor import Compressor
+    from grace.core.methods.memory import Memory
 
 
 class Negotiating(ABC):
@@ -40,13 +45,6 @@ class Selecting(ABC):
     def fade_(self, x: Array, payload: Payload, at: Site, factor: float) -> Array:
         """Return x times the factor with the carried coordinates set to zero; consumes x."""
         return at.ops.scale_(self.erase_(x, payload, at), factor)
-
-
-class Thinning(ABC):
-    """Capability to send a share of the elements that an option sets, so that a warm-up can lower it."""
-
-    #: Share of the elements that a payload aims at, above 0 and at most 1.
-    compress_ratio: float
 
 
 class Stateful(ABC):
@@ -86,6 +84,18 @@ class Tuning(Stateful):
         return None
 
 
+class Merging(ABC):
+    """Capability of a memory to merge the payloads of all ranks itself, in place of their mean."""
+
+    @abstractmethod
+    def for_ranks(self, size: int) -> Memory:
+        """Return the memory for a number of ranks; raises IncompatibleError if it cannot serve so many."""
+
+    @abstractmethod
+    def merge(self, payloads: Sequence[Payload], compressor: Compressor, state: State, at: Site) -> tuple[Array, State]:
+        """Return the gradient for the optimizer, made of the payloads of all ranks, and the new state."""
+
+
 def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:
     """Return the fields that the ranks negotiate before they compress; none unless the compressor negotiates."""
     return compressor.proposed(spec) if isinstance(compressor, Negotiating) else ()
@@ -94,3 +104,8 @@ def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:
 def selects(compressor: object) -> bool:
     """Return whether the payload carries nothing of the coordinates left out, so that `erase_` may be called."""
     return isinstance(compressor, Selecting) and compressor.selects
+
+
+def ratio_of(compressor: object) -> float | None:
+    """Return the option `compress_ratio`, the share of the elements that a payload aims at; None without it."""
+    return getattr(compressor, "compress_ratio", None)

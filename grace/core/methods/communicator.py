@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from grace.core.errors import ConfigError
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
 from grace.core.methods.site import Site
@@ -62,8 +63,6 @@ class Communicator:
     adds: ClassVar[bool] = False
     #: Payloads may differ in length between ranks, so that fields may travel coded.
     any_length: ClassVar[bool] = False
-    #: The payload of each rank comes to every rank.
-    gathers: ClassVar[bool] = False
     #: The name in reports of a communicator that an adapter brings, and no configuration can name.
     external_name: ClassVar[str] = ""
 
@@ -81,15 +80,9 @@ class Communicator:
 
         By default every rank merges, so a memory that follows the mean must do so in `finish`.
         """
-        if memory.across_ranks == "joint" and not memory.finishes:
+        if memory.across_ranks == "joint" and "mean" not in memory.needs:
             return "needs one rank that owns each mean; here every rank merges"
-        return self.keeps_apart(memory)
-
-    def keeps_apart(self, memory: Memory) -> str | None:
-        """Return the reason why a memory that merges payloads itself cannot be served; None if it can."""
-        if memory.merges and not self.gathers:
-            return "merges the payloads of all ranks itself, and here they are merged before"
-        return None
+        return merging_obstacle(memory)
 
     def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
         """Return the communicator for a tensor whose method names this one, and the reason for the report.
@@ -111,3 +104,10 @@ class Communicator:
             f"communicator {self} has no route: define route(units, ranks, checksum), or let resolve(item, ranks) "
             "return a communicator that has one."
         )
+
+
+def merging_obstacle(memory: Memory) -> str | None:
+    """Return the obstacle of a memory that merges payloads itself, where they do not all come to every rank."""
+    if isinstance(memory, Merging):
+        return "merges the payloads of all ranks itself, and here they are merged before"
+    return None

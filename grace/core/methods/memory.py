@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
 
 # Requirements of a memory; see `Memory.needs`.
-Need: TypeAlias = Literal["lr", "norm", "tensor", "no_momentum", "reference"]
+Need: TypeAlias = Literal["lr", "norm", "tensor", "no_momentum", "mean", "reference", "previous", "full"]
 
 
 class Compensated(NamedTuple):
@@ -45,16 +45,6 @@ class Memory(ABC):
         A memory of the latter kind also feeds back what communicators drop, so they give back nothing.
         """
         return True
-
-    @cached_property
-    def finishes(self) -> bool:
-        """True if `finish` is defined, so that the new state is known only with the merged gradient."""
-        return False
-
-    @cached_property
-    def merges(self) -> bool:
-        """True if `merge` is defined, which takes the place of the mean of all payloads."""
-        return False
 
     @property
     def across_ranks(self) -> Literal["apart", "equal", "joint"]:
@@ -105,8 +95,10 @@ class Memory(ABC):
         "lr" is `Site.lr`, which optimizers know and tapes do not; its tensors are not joined. "norm" is `Site.norm`,
         the norm of this rank's gradients of all these tensors together, so none of them is compressed before the last
         one is ready. "tensor" is the tensor as a whole, for instance its norm; it is then neither cut nor joined.
-        "no_momentum" is an optimizer without momentum, because the memory holds it. "reference" is `Site.reference`, a
-        second gradient of the same batch, except in full rounds.
+        "no_momentum" is an optimizer without momentum, because the memory holds it. "mean" is the merged gradient,
+        which `finish` gets, so that the new state is known only then. "reference" is `Site.reference`, a second
+        gradient of the same batch at the weights of the last full round, or with "previous" at those of the step
+        before. With "full", full rounds send what is compressed in other rounds as it is.
         """
         return ()
 
@@ -119,16 +111,6 @@ class Memory(ABC):
         return 0
 
     @property
-    def follows(self) -> bool:
-        """True if second gradients are at the weights of the step before, and not of the last full round."""
-        return False
-
-    @property
-    def sends_full(self) -> bool:
-        """True if full rounds send what is compressed in other rounds as it is."""
-        return False
-
-    @property
     def pace(self) -> float:
         """Share of what is sent that joins the state `shift`, which a memory learns of its gradients; 0 without it.
 
@@ -139,13 +121,6 @@ class Memory(ABC):
     def check(self, compressor: Compressor) -> None:
         """Raise IncompatibleError if this memory cannot serve the compressor (default: it can)."""
         return
-
-    def for_ranks(self, size: int) -> Memory:
-        """Return the memory for a number of ranks, which it may keep something of each of (default: itself).
-
-        Raises IncompatibleError if it cannot serve so many.
-        """
-        return self
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         """Return the state before the first step: flat buffers of zeros (default: none)."""
@@ -162,15 +137,8 @@ class Memory(ABC):
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         """Return the state after the payload was sent; consumes x_, the array that was compressed."""
 
-    def merge(self, payloads: Sequence[Payload], compressor: Compressor, state: State, at: Site) -> tuple[Array, State]:
-        """Return the gradient for the optimizer, made of the payloads of all ranks, and the new state.
-
-        Called in place of the mean if `merges`.
-        """
-        return compressor.merge(payloads, at), state
-
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        """Return the gradient for the optimizer, made of the merged one, and the new state; called if `finishes`.
+        """Return the gradient for the optimizer, made of the merged one, and the new state; called for the need "mean".
 
         The state keeps copies: the merged gradient may lie where the optimizer will change it.
         """

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
+from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import holds_residual
@@ -331,7 +332,7 @@ def make_plan(
     made = [unit for bucket in buckets for unit in bucket.units]
     warnings = (*_warnings(items, config), *_lost_means(made), *_swollen(made))
     plan = Plan(tuple(buckets), tuple(exchanged), tuple(delegated), warnings)
-    if not any(unit.memory.sends_full for unit in made):
+    if not any("full" in unit.memory.needs for unit in made):
         return plan
     return dataclasses.replace(plan, full=_full(plan, ranks, config.checksum))
 
@@ -342,7 +343,7 @@ def _full(plan: Plan, ranks: Ranks, checksum: bool) -> Plan:
     for bucket in plan.buckets:
         units = [
             dataclasses.replace(unit, method=dataclasses.replace(unit.method, compressor=dense))
-            if unit.memory.sends_full
+            if "full" in unit.memory.needs
             else unit
             for unit in bucket.units
         ]
@@ -428,7 +429,7 @@ def _harm(config: Config, method: Method, spec: TensorSpec | None = None) -> str
 def _loses(method: Method) -> str | None:
     """Return what is lost without error feedback, if the compressor has it by default."""
     # A joint memory sends differences from what was sent before, so what is missing is in the next one.
-    keeps = method.memory.feeds_back or method.memory.across_ranks == "joint" or method.memory.merges
+    keeps = method.memory.feeds_back or method.memory.across_ranks == "joint" or isinstance(method.memory, Merging)
     if keeps or not memories.make(method.compressor.default_memory).feeds_back or _must_name(type(method.compressor)):
         return None
     return f"{method.compressor} drops a part of what it compresses, and without error feedback this is lost for good"
@@ -523,14 +524,16 @@ def _assign(spec: TensorSpec, config: Config, ranks: Ranks, holding: bool, modul
     else:
         item = Assignment(spec, method, index_coding=config.index_coding)
         communicator, why = method.communicator.resolve(item, ranks)
-    method = dataclasses.replace(method, communicator=communicator, memory=method.memory.for_ranks(ranks.size))
+    method = dataclasses.replace(method, communicator=communicator)
+    if isinstance(method.memory, Merging):
+        method = dataclasses.replace(method, memory=method.memory.for_ranks(ranks.size))
     if brought and (obstacle := brought.memory_obstacle(method.memory)):
         raise IncompatibleError(
             f"parameters that are sharded over the ranks cannot be exchanged with {method.memory}: it {obstacle}. "
             "Valid memories: residual, none."
         )
     method.check_memory()
-    if holding and ("reference" in method.memory.needs or method.memory.merges):
+    if holding and ("reference" in method.memory.needs or isinstance(method.memory, Merging)):
         raise IncompatibleError(
             f"tensor '{spec.name}' carries a residual of an earlier method, and {method.memory} would take it for a "
             "part of the gradient. Train with this memory from the start."

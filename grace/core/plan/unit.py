@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from grace.core.config.config import Method, dense_method
-from grace.core.methods.capabilities import Learning, Thinning, Tuning, proposed_fields
+from grace.core.methods.capabilities import Learning, Tuning, proposed_fields, ratio_of
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.fusions import Fused, find_fusions
@@ -103,10 +103,10 @@ class Assignment:
         """Bytes per step, or about how many if the method aims at a ratio; None if unknown."""
         if self.wire_bytes is not None:
             return self.wire_bytes
-        sent, compressor = [f for f in self.fields if f.wire], self.compressor
-        if not isinstance(compressor, Thinning) or any(f.length != "kept" or f.coding not in PLAIN for f in sent):
+        sent, ratio = [f for f in self.fields if f.wire], ratio_of(self.compressor)
+        if ratio is None or any(f.length != "kept" or f.coding not in PLAIN for f in sent):
             return None
-        return keep_count(compressor.compress_ratio, self.spec.numel) * sum(ITEMSIZE[f.dtype] for f in sent)
+        return keep_count(ratio, self.spec.numel) * sum(ITEMSIZE[f.dtype] for f in sent)
 
     @cached_property
     def dense(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from grace.core.config.registry import memories
 from grace.core.errors import PayloadError
-from grace.core.methods.capabilities import Negotiating, Tuning
+from grace.core.methods.capabilities import Merging, Negotiating, Tuning
 from grace.core.methods.memory import keeps_nothing, wide_norm
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
@@ -325,12 +325,12 @@ class UnitStep:
             return self._conclude_mean(self.bringing, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         payloads = self._whole(payloads)
-        averages = unit.compressor.averages and unit.communicator.result is None and not unit.memory.merges
-        size = site.size if averages else 1
+        merges = isinstance(unit.memory, Merging)
+        size = site.size if unit.compressor.averages and unit.communicator.result is None and not merges else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
         # Memories work on means; a sum, if the caller asked for one, is made from their result.
         factor, back = unit.memory.gain / (1 if already_mean else size), 1.0 if self._average else float(size)
-        if not (unit.memory.finishes or unit.memory.merges):
+        if not (merges or "mean" in unit.memory.needs):
             factor, back = factor * back, 1.0
         there = site if out is None else site._replace(out=out)
         gradient, factor, memory = self._merge(payloads, factor, there)
@@ -353,7 +353,7 @@ class UnitStep:
     def _merge(self, payloads: Sequence[Payload], factor: float, there: Site) -> tuple[Array, float, State]:
         """Merge payloads of the unit times a factor; return an array and what is left of the factor, and the memory."""
         unit, memory, ops = self.unit, self.memory, self.site.ops
-        if unit.memory.merges:
+        if isinstance(unit.memory, Merging):
             gradient, memory = unit.memory.merge(payloads, unit.compressor, memory, self.site)
             return gradient, 1.0, memory
         if unit.fused.merge_finish is not None and unit.communicator.result is None:
@@ -364,7 +364,7 @@ class UnitStep:
             if made is not None:
                 return made[0], 1.0, made[1]
         gradient, factor = _merge_times(unit, payloads, factor, there)
-        if unit.memory.finishes:
+        if "mean" in unit.memory.needs:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
             gradient, memory = unit.memory.finish(mean, memory, self.site)
             factor = 1.0
@@ -379,7 +379,7 @@ class UnitStep:
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
         back = 1.0 if self._average or not averages else float(self.site.size)
         memory = self.memory
-        if unit.memory.finishes:
+        if "mean" in unit.memory.needs:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
             gradient, memory = unit.memory.finish(mean, memory, self.site)
             factor = 1.0

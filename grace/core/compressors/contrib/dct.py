@@ -10,7 +10,7 @@ from grace.core.compressors.hardthreshold import smallest_magnitude
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Learning, Thinning
+from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -27,7 +27,7 @@ from grace.core.spec import MAX_MAGNITUDE, Array, Payload, State, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class DCT(EstimatedThreshold, Learning, Thinning):
+class DCT(EstimatedThreshold, Learning):
     r"""Dynamic communication thresholding: elements above the k-th magnitude of an earlier step.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau = |x|_{(k)} \;\text{at the last renewal}

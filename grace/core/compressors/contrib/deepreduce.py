@@ -12,7 +12,7 @@ from grace.core.codecs.curve import along, free_knots
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError, PayloadError
-from grace.core.methods.capabilities import Selecting, Thinning
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
@@ -43,7 +43,7 @@ _CHOICE = 1
     ),
 )
 @dataclass(frozen=True)
-class DeepReduce(Compressor, Selecting, Thinning):
+class DeepReduce(Compressor, Selecting):
     r"""DeepReduce: top-k with its indices in a Bloom filter, and its values exact or on a fitted curve.
 
     Formula: C(x)_i = x_i \, 1_{i \in R}, \; R \subseteq P = \{i : B[h_1(i)] = \dots = B[h_j(i)] = 1\} \supseteq S

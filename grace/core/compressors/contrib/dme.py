@@ -10,7 +10,6 @@ from typing import Literal
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.compressors.wangni import Wangni, sparse_entries
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -31,7 +30,7 @@ _STEP = 2.0**-24
     ),
 )
 @dataclass(frozen=True)
-class DME(Compressor, Thinning):
+class DME(Compressor):
     r"""Randomized distributed mean estimation: random coordinates, and for all others the mean of the gradient.
 
     Formula: C(x)_i = \frac{x_i}{p_i} - \frac{1 - p_i}{p_i} \mu \;\text{with probability } p_i, \;\text{else}\; \mu

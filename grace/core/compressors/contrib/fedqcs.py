@@ -26,7 +26,6 @@ from grace.core.codecs.rotation import (
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
@@ -59,7 +58,7 @@ _LEAST_VARIANCE = 1e-6
     ),
 )
 @dataclass(frozen=True)
-class FedQCS(Compressor, Thinning):
+class FedQCS(Compressor):
     r"""FedQCS: few coarse measurements of the largest elements of a block; receivers find the elements again.
 
     Formula: C(x) = g \, \hat{x}(Q(A x_S / \sigma)), \; \hat{x}(z) \approx E[x | z], \; g = \langle x, \hat{x} \rangle /

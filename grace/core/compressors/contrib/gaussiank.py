@@ -9,7 +9,6 @@ from grace.core.codecs.estimated import EstimatedThreshold, above, deviation
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.site import Site
 from grace.core.spec import Array
@@ -25,7 +24,7 @@ from grace.core.spec import Array
     ),
 )
 @dataclass(frozen=True)
-class GaussianK(EstimatedThreshold, Thinning):
+class GaussianK(EstimatedThreshold):
     r"""Gaussian-k: elements above the percent point of a fitted normal distribution, corrected by their number.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau = |\mu| + \sigma \Phi^{-1}(1 - \delta / 2)

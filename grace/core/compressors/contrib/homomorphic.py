@@ -9,7 +9,6 @@ from grace.core.codecs.peeling import ROWS, Sizes, fewest_words, peel, sketch_sp
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, beyond_int32, keep_count
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Field, Payload, TensorSpec
@@ -25,7 +24,7 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class Homomorphic(Compressor, Thinning):
+class Homomorphic(Compressor):
     r"""Lossless homomorphic compression: sketches of sparse gradients are added, and peeling recovers the exact sum.
 
     Formula: S[j, h_j(i)] = \sum_{i \in K} s_j(i) \, x_i, \quad B[l, b_l(i)] = 1 \;\text{for}\; i \in K, \; x_i \ne 0

@@ -12,7 +12,6 @@ from grace.core.codecs.quantized import QuantizedSparsifier
 from grace.core.compressors.topk import TopK, check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, Sparsifier
 from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
@@ -32,7 +31,7 @@ _MOST_POWER = 8
     ),
 )
 @dataclass(frozen=True)
-class M22(QuantizedSparsifier, Thinning):
+class M22(QuantizedSparsifier):
     r"""M22: top-k, its values rounded to the levels with the least error weighted by a power of their magnitude.
 
     Formula: C(x) = Q(S(x)), \; \min_{q} \sum_{i \in S} |x_i|^M \, (|x_i| - q_i)^2

@@ -9,7 +9,6 @@ from grace.core.codecs.estimated import mean_above, tried, unsearched
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Field, Payload, TensorSpec
@@ -25,7 +24,7 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class MSTopK(Sparsifier, Thinning):
+class MSTopK(Sparsifier):
     r"""MSTop-k: k large elements, found by some trials of a threshold and not by sorting.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad |x_i| \ge u \Rightarrow i \in K \Rightarrow |x_i| \ge l, \quad |K| = k

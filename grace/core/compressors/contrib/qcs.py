@@ -11,7 +11,6 @@ from grace.core.codecs.rotation import LONGEST, SHORTEST, first_of_blocks, padde
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Compressor, keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
@@ -31,7 +30,7 @@ _LEAST_BITS, _MOST_BITS = 2, 8
     ),
 )
 @dataclass(frozen=True)
-class QCS(Compressor, Thinning):
+class QCS(Compressor):
     r"""Quantized compressive sampling: random mixtures of the elements of a block, dithered, rounded, and transposed.
 
     Formula: C(x) = g \Delta \, A^T (\lfloor A x / \Delta + u \rfloor + 1/2 - u)

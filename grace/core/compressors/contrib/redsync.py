@@ -8,7 +8,6 @@ from typing import Literal
 from grace.core.codecs.estimated import EstimatedThreshold, mean_above, reaching, tried, unsearched
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Payload
@@ -27,7 +26,7 @@ _HALVINGS, _STEP = 10, 0.2
     ),
 )
 @dataclass(frozen=True)
-class RedSync(EstimatedThreshold, Thinning):
+class RedSync(EstimatedThreshold):
     r"""RedSync: elements above a threshold between mean and maximum, at least k and at most 2 k of them.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau}, \quad \tau = \bar m + r (\max_i |x_i| - \bar m)

@@ -8,7 +8,6 @@ from grace.core.codecs.sums import FEEDBACK, Feedback, sum_top
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import Sparsifier, keep_count
 from grace.core.methods.fusions import compress_sum
 from grace.core.methods.site import Site
@@ -25,7 +24,7 @@ from grace.core.spec import Array, Field, Payload, State, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class RTopK(Sparsifier, Thinning):
+class RTopK(Sparsifier):
     r"""Random top-k (rTop-k): k elements drawn at random among the r of largest magnitude.
 
     Formula: C(x)_i = x_i \, 1_{i \in K}, \quad K \subset R \;\text{random}, \; |K| = k, \; R: \text{the $r$ largest}

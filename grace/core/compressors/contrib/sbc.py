@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grace.core.compressors.adaptive import top_of_sides
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
-from grace.core.methods.capabilities import Selecting, Thinning
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.compressor import Compressor, beyond_int32
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Field, Payload, TensorSpec
@@ -21,7 +21,7 @@ from grace.core.spec import Array, Field, Payload, TensorSpec
     ),
 )
 @dataclass(frozen=True)
-class SBC(Compressor, Selecting, Thinning):
+class SBC(Compressor, Selecting):
     r"""Sparse binary compression: the largest elements of one sign, all decoded to their mean.
 
     Formula: C(x)_i = \mu_K \, 1_{i \in K}, \quad \mu_K = \frac{1}{|K|} \sum_{i \in K} x_i, \; K = K^+ \text{ or } K^-

@@ -9,7 +9,6 @@ from grace.core.codecs.estimated import EstimatedThreshold, above, reaching
 from grace.core.compressors.topk import check_ratio
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Thinning
 from grace.core.methods.compressor import keep_count
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
@@ -30,7 +29,7 @@ _FLAT = 1e-4  # least magnitude of a shape; smaller ones count as an exponential
     ),
 )
 @dataclass(frozen=True)
-class SIDCo(EstimatedThreshold, Thinning):
+class SIDCo(EstimatedThreshold):
     r"""SIDCo: elements above a threshold that a fitted distribution gives, in several stages.
 
     Formula: C(x)_i = x_i \, 1_{|x_i| \ge \tau_M}, \quad \tau_m = \tau_{m-1} + \mu_m \ln(1 / \delta_m), \; \tau_0 = 0
