@@ -114,7 +114,9 @@ class Run:
                     run.current.rest(name, 0.1)
                     continue
                 x = random.standard_normal(shape).astype(np.float32) * ((name, rank) not in unused)
-                run.current.ready(name, np.asarray(x, np.float32), 0.1, unused=(name, rank) in unused)
+                x = np.asarray(x, np.float32)
+                second = x if sim.plan.period and not run.current.full else None
+                run.current.ready(name, x, 0.1, second, unused=(name, rank) in unused)
                 self.missing[name] = self.missing[name] + x.astype(np.float64) / sim.size
         poll_all(sim.runs)
         merged = [run.finish(unused=nowhere) for run in sim.runs]

@@ -114,7 +114,7 @@ class Apart:
 RANDOM = {"compressor": "randomk", "compress_ratio": 0.5, "scaled": True}
 CONFIGS = {
     "fedcomgate": {**RANDOM, "memory": "none"},
-    "scallion": {**RANDOM, "memory": {"name": "diana", "alpha": 0.25}},
+    "scallion": {**RANDOM, "memory": {"name": "diana", "alpha": 0.25, "damped": True}},
     "scafcom": {"compressor": "topk", "compress_ratio": 0.2, "memory": {"name": "ef21", "momentum": 0.7}},
 }
 
@@ -158,7 +158,7 @@ def test_control_variates_of_compressed_changes_follow_the_papers(framework, ran
             else:
                 running = [0.7 * v + 0.3 * g for v, g in zip(running, gradients, strict=True)]
                 sent = [largest(v - mine, 6) for v, mine in zip(running, c, strict=True)]
-            change = server + sum(sent) / ranks
+            change = server + pace * sum(sent) / ranks
             c = [mine + pace * q for mine, q in zip(c, sent, strict=True)]
             server = server + pace * sum(sent) / ranks
         x = x - steps * lr * change

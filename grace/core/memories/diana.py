@@ -21,7 +21,7 @@ _LATEST = 10
 
 @dataclass(frozen=True)
 class _Shifted(Memory):
-    """Shift that each rank learns by the step `pace`, and the mean of all shifts."""
+    """Shift that each rank learns by the step `share`, and the mean of all shifts."""
 
     needs = ("mean",)
     across_ranks = "joint"
@@ -32,8 +32,12 @@ class _Shifted(Memory):
 
     @property
     @abstractmethod
-    def pace(self) -> float:
+    def share(self) -> float:
         """Share of what was sent that joins the shift."""
+
+    @property
+    def pace(self) -> float:
+        return self.share
 
     def check(self, compressor: Compressor) -> None:
         check_mean(memories.name_of(self), compressor)
@@ -47,15 +51,15 @@ class _Shifted(Memory):
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         sent = compressor.decompress(payload, at)
-        return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.pace)}
+        return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.share)}
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, mean = at.ops, state["mean_shift"]
-        new = ops.weighted_sum(mean, 1, merged, self.pace)
+        new = ops.weighted_sum(mean, 1, merged, self.share)
         return ops.weighted_sum(merged, 1, mean, 1), {**state, "mean_shift": new}
 
 
-@memories.register("diana", About(tests=[{"alpha": 1.0}, {"feedback": True}]))
+@memories.register("diana", About(tests=[{"alpha": 1.0}, {"feedback": True}, {"damped": True}]))
 @dataclass(frozen=True)
 class Diana(_Shifted):
     r"""Shift that each rank learns: compresses the difference of the gradient from it.
@@ -74,12 +78,16 @@ class Diana(_Shifted):
     shifts, Q(g_i - h_i). Here they learn from C(x_i), so alpha must be small, or they swing: for topk, at most about
     half of the share that it sends. The memory takes a third buffer.
 
+    With `damped`, the result takes the share alpha as well, so that it is the mean of the new shifts, \bar g = h. It
+    is a running mean of what the ranks have sent, with less of C's noise, and lags behind the gradients (SCALLION).
+
     Reference: Mishchenko et al., "Distributed learning with compressed gradient differences", 2019, Algorithm 1;
     Gorbunov, Kovalev, Makarenko and Richtarik, "Linearly converging error compensated SGD", NeurIPS 2020.
     """
 
     alpha: float = 0.1
     feedback: bool = False
+    damped: bool = False
 
     def __post_init__(self) -> None:
         check_alpha("diana", self.alpha)
@@ -89,8 +97,13 @@ class Diana(_Shifted):
         return self.feedback
 
     @property
-    def pace(self) -> float:
+    def share(self) -> float:
         return self.alpha
+
+    @property
+    def pace(self) -> float:
+        # The result is the mean of the new shifts.
+        return 1.0 if self.damped else self.alpha
 
     def init(self, spec: TensorSpec, ops: ArrayOps) -> State:
         state = super().init(spec, ops)
@@ -104,6 +117,11 @@ class Diana(_Shifted):
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         new = super().update(x_, payload, compressor, state, at)
         return {**new, "residual": compressor.residual_(x_, payload, at)} if self.feedback else new
+
+    def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
+        result, state = super().finish(merged, state, at)
+        # A copy, because the optimizer may change the gradient that it receives.
+        return (at.ops.copy(state["mean_shift"]) if self.damped else result), state
 
 
 @memories.register("ef21", About(tests=[{"momentum": 0.5}, {"lazy": 0.1}, {"lazy": 0.1, "levels": [0.1, 0.5]}]))
@@ -141,7 +159,7 @@ class EF21(_Shifted):
     lazy: float = 0.0
     levels: tuple[float, ...] = ()
 
-    pace = 1.0
+    share = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
