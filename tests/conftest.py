@@ -22,6 +22,8 @@ ELSEWHERE = ("distributed", "processes", "kernels")
 QUICK = pytest.StashKey[bool]()
 # The markers of which this run wants at least one, if its files say which tests have them.
 WANTED = pytest.StashKey[set[str]]()
+# The markers that no test of this run has.
+UNWANTED = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser):
@@ -32,8 +34,12 @@ def pytest_ignore_collect(collection_path, config):
     """Do not import files without a test for this run, which takes seconds in every worker."""
     if config.stash.get(QUICK, False) and {"kernels", "tensorflow"}.intersection(_words(collection_path.name)):
         return True
+    if not collection_path.name.startswith("test_"):
+        return None
     wanted = config.stash.get(WANTED, set())
-    if wanted and collection_path.name.startswith("test_") and not wanted & _said(collection_path):
+    if wanted and not wanted & _said(collection_path):
+        return True
+    if config.stash.get(UNWANTED, set()) & _marked(collection_path):
         return True
     return None
 
@@ -42,6 +48,13 @@ def pytest_ignore_collect(collection_path, config):
 def _said(path):
     """Return the words of a file and of its path: the folder of kernels marks its tests itself."""
     return _words(f"{path} {path.read_text(encoding='utf-8')}")
+
+
+@functools.cache
+def _marked(path):
+    """Return the markers that a file gives to all of its tests, as far as a line at its top says so."""
+    found = re.search(r"^pytestmark = .*", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {"kernels"} & set(path.parts) | set(re.findall(r"pytest\.mark\.(\w+)", found[0] if found else ""))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,10 +67,17 @@ def pytest_cmdline_main(config):
     wanted = set(re.findall(r"\w+", re.sub(r"\bnot \w+", "", config.option.markexpr))) - {"and", "or"}
     if wanted <= set(ELSEWHERE) and "or not" not in config.option.markexpr:
         config.stash[WANTED] = wanted
-    if config.args_source != config.ArgsSource.TESTPATHS or config.option.markexpr:
+    if config.args_source != config.ArgsSource.TESTPATHS:
+        return
+    expression = config.option.markexpr or " and ".join(f"not {mark}" for mark in ELSEWHERE)
+    if not re.search(r"\bor not\b|\bnot \(", expression):
+        config.stash[UNWANTED] = set(re.findall(r"\bnot (\w+)", expression))
+    if not config.getoption("--all"):
+        config.stash.setdefault(UNWANTED, set()).add("slow")
+    if config.option.markexpr:
         return
     # Workers get the arguments of the command line, not what is set here: so each of them sets it, too.
-    config.option.markexpr = " and ".join(f"not {mark}" for mark in ELSEWHERE)
+    config.option.markexpr = expression
     config.stash[QUICK] = not (config.option.keyword or config.getoption("--all"))
     is_worker = hasattr(config, "workerinput")
     if not is_worker and getattr(config.option, "numprocesses", 0) is None and not config.option.collectonly:

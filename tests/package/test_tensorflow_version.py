@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from grace.core.ops import get_ops, native, serves
+from tests.support import keras_alone
 
+keras_alone.load()
 tf = pytest.importorskip("tensorflow")
 native_tensorflow = pytest.importorskip("grace.backends.native_tensorflow")
 

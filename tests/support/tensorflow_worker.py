@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib
-import sys
 
-# Keras imports scikit-learn if it is there, and with it pandas, which takes more than a second.
-sys.modules["sklearn"] = None  # type: ignore[assignment]
+from tests.support import keras_alone, rank
+
+keras_alone.load()
 # All forks of this process share what is imported here.
 import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-del sys.modules["sklearn"]
-
 from tests.adapters.tensorflow.model import PROCESS_SETS  # noqa: E402
-from tests.support import rank  # noqa: E402
 
 _MODULES = [
     importlib.import_module(f"tests.adapters.tensorflow.{name}_scenarios")

@@ -25,6 +25,15 @@ def test_ranks(): pass
 def test_kernel(): pass
 """
 
+# Its tests have a marker at the top, so that only who asks for them imports it.
+MARKED = """
+import sys, pytest
+pytestmark = pytest.mark.distributed
+assert "tests" in sys.argv
+
+def test_marked(): pass
+"""
+
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -35,7 +44,7 @@ def test_kernel(): pass
         (("-k", "alone", "-n", "0"), "3 passed"),
         pytest.param(("-m", "processes"), "1 passed", marks=pytest.mark.slow),
         pytest.param(("-m", "not distributed and not processes and not kernels"), "3 passed", marks=pytest.mark.slow),
-        pytest.param(("tests",), "6 passed", marks=pytest.mark.slow),
+        pytest.param(("tests",), "7 passed", marks=pytest.mark.slow),
     ],
     ids=["all cores", "one worker", "words", "a marker", "as in test.sh", "a folder"],
 )
@@ -44,6 +53,7 @@ def test_plain_pytest_leaves_out_processes_tensorflow_and_the_literature(tmp_pat
     folder.mkdir()
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "test_some.py").write_text(TESTS, encoding="utf-8")
+    (folder / "test_marked.py").write_text(MARKED, encoding="utf-8")
     markers = "\n".join(f"    {name}" for name in ("distributed", "first", "kernels", "processes", "slow"))
     settings = f"[pytest]\ntestpaths = tests\nmarkers =\n{markers}\n"
     (tmp_path / "pytest.ini").write_text(settings, encoding="utf-8")

@@ -9,7 +9,9 @@ import grace
 from grace.core.errors import GraceError, StateError
 from grace.core.spec import Ranks
 from grace.testing.harness import same
+from tests.support import keras_alone
 
+keras_alone.load()
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 
