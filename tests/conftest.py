@@ -9,10 +9,13 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
 
+# What is imported and collected lives until the end. See pytest_collection_finish.
+gc.disable()
 # TensorFlow asks for it when it is imported; Python starts a process to know it, once.
 platform.processor()
 
@@ -170,9 +173,11 @@ def last_pool_stopped():
 
 
 def pytest_collection_finish():
-    # The garbage collector need not visit thousands of test cases again and again: they live until the end.
-    gc.collect()
+    # The garbage collector need not visit modules and thousands of test cases again and again. Afterwards it seldom
+    # visits young objects: tracing a graph makes them by the hundred thousand.
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -191,6 +196,12 @@ def one_thread():
         return
     import torch
 
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        # As in tensorflow_worker.py: a step that waits needs a thread of its own.
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(2)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
