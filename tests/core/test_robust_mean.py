@@ -9,9 +9,10 @@ import grace
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.broadcast import Broadcast
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.testing.harness import array, host
+from grace.testing.harness import FRAMEWORKS, array, host
 from tests.papers.common import make, send
 from tests.support.registered import every_framework
+from tests.support.steps import each
 
 MEDIAN = {"reduce": "median"}
 TRIMMED = {"reduce": "trimmed", "trim": 1}
@@ -90,9 +91,12 @@ def known(trim):
     return {**BYZ_EF21, "memory": {"name": "byz_ef21", **({"trim": trim} if trim else {})}}
 
 
-@every_framework
-@pytest.mark.parametrize("trim", [None, 1])
-@pytest.mark.parametrize("ranks", [3, 4])
+@each(
+    lambda row: row["framework"] == "numpy" or row["ranks"] == 3,
+    framework=FRAMEWORKS,
+    ranks=[3, 4],
+    trim=[None, 1],
+)
 def test_byz_ef21_takes_the_middle_of_the_gradients_as_they_are_known(framework, ranks, trim):
     """h_i = h_i + C(g_i - h_i); the result is the median or the trimmed mean of all h_i, not of all C(g_i - h_i)."""
     first, again = (started(ranks, framework, **known(trim)) for _ in range(2))
