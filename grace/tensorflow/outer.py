@@ -13,6 +13,7 @@ from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
 from grace.core.session.outer_setup import check_outer, rounds_of_states
 from grace.core.spec import State, TensorSpec
+from grace.tensorflow.branches import always, never
 from grace.tensorflow.gradients import inside
 from grace.tensorflow.run import tensorflow_ops
 
@@ -117,7 +118,7 @@ class OuterVariables:
                 for i in members:
                     self.anchors[i].assign(variables[i])
 
-            _if((taken == 0) | (just_met & exact), read)
+            tf.cond((taken == 0) | (just_met & exact), always(read), never)
 
     def after(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: OptimizerExchange) -> None:
         """Exchange what the weights have moved and write new ones, if the ranks meet after this inner step."""
@@ -153,7 +154,7 @@ class OuterVariables:
 
         def meet(members: Sequence[int], last: bool) -> None:
             if self._flight:
-                _if(warming, functools.partial(send, members))
+                tf.cond(warming, always(functools.partial(send, members)), never)
             moved = [self._flight[i].read_value() for i in members] if self._flight else changes(members)
             given = dict(zip(members, weighted(moved), strict=True))
             merged = exchange([given.get(i) for i in everything], only=frozenset(members))
@@ -166,16 +167,18 @@ class OuterVariables:
                 self._rounds.assign_add(1)
             for rounds in sorted({rounds for _, rounds in self._states}):
                 now = tf.constant(True) if rounds == 1 else self._rounds % rounds == 0
-                _if(now, functools.partial(mean, [v for v, n in self._states if n == rounds], f"state.{rounds}"))
+                due = functools.partial(mean, [v for v, n in self._states if n == rounds], f"state.{rounds}")
+                tf.cond(now, always(due), never)
             mean(buffers, "buffer")
             if self._losses:
                 self._follow(exchange)
 
         for fragment, members in enumerate(self._fragments):
-            _if(self._lands(taken, fragment), functools.partial(meet, members, members is self._fragments[-1]))
+            meeting = functools.partial(meet, members, members is self._fragments[-1])
+            tf.cond(self._lands(taken, fragment), always(meeting), never)
             if self._flight:
                 sends = self.outer.meets(taken, fragment) & ~warming
-                _if(sends, functools.partial(send, members))
+                tf.cond(sends, always(functools.partial(send, members)), never)
 
     def _private(self, moved: Sequence[tf.Tensor], members: Sequence[int], norm: tf.Tensor) -> list[tf.Tensor]:
         """Return changes with their common norm limited, and with noise of this rank."""
@@ -234,13 +237,3 @@ class OuterVariables:
 
     def _flat(self, x: tf.Tensor | tf.Variable, spec: TensorSpec) -> tf.Tensor:
         return tensorflow_ops(spec.device).cast(tf.reshape(x, [-1]), spec.work_dtype)
-
-
-def _if(condition: tf.Tensor, make: Callable[[], None]) -> None:
-    """Call a function in a branch of a graph, which must return a tensor."""
-
-    def branch() -> tf.Tensor:
-        make()
-        return tf.constant(True)
-
-    tf.cond(condition, branch, lambda: tf.constant(False))

@@ -167,7 +167,10 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
 
 
 # Each case is traced several times.
-CASES = ["streaming", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "dense", "adacomm"))]
+CASES = [
+    "streaming",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "dense", "adacomm", "changed")),
+]
 
 
 @on(TWO_TENSORFLOW, Launch(TENSORFLOW, "horovodrun-gloo", 4))
@@ -176,7 +179,7 @@ def test_outer_steps_in_graphs_are_those_of_a_simulation(launch, name):
     for rank in scenario("tf_outer_like_a_simulation", launch, name):
         assert max(rank["off"]) < 1e-5, [round(x, 6) for x in rank["off"]]
         assert rank["common"] < 1e-5
-        assert all(rank["resumed"])
+        assert set(rank["resumed"]) == {True}
         assert rank["rounds"] >= 3
 
 

@@ -175,18 +175,3 @@ class Exchanging(Exchanges, Ruled):
         made = super().from_config({**given, "config": saved["grace"]["config"]}, custom_objects)
         made.grace.restore(saved)
         return made
-
-
-def always(make: Any) -> Any:
-    """Return a branch of a graph, which must return a tensor, that calls a function."""
-
-    def branch() -> tf.Tensor:
-        make()
-        return tf.constant(True)
-
-    return branch
-
-
-def never() -> tf.Tensor:
-    """Return the tensor of a branch in which nothing happens."""
-    return tf.constant(False)

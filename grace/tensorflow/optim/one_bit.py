@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from grace.core.optim import adam, lamb
 from grace.core.optim.moments import Freezing, horizon, settled, tell_frozen
+from grace.tensorflow.branches import always, never
 from grace.tensorflow.gradients import inside
-from grace.tensorflow.optim.exchanging import Exchanging, always, never
+from grace.tensorflow.optim.exchanging import Exchanging
 from grace.tensorflow.optim.ruled import zeros_of
 
 

@@ -10,8 +10,9 @@ import keras
 import tensorflow as tf
 
 from grace.core.optim import zero_one
+from grace.tensorflow.branches import always, never
 from grace.tensorflow.gradients import inside
-from grace.tensorflow.optim.exchanging import Exchanging, always, never
+from grace.tensorflow.optim.exchanging import Exchanging
 
 
 @keras.saving.register_keras_serializable("grace")

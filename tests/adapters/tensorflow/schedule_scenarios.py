@@ -14,7 +14,7 @@ import tensorflow as tf
 import grace
 from grace.tensorflow import DistributedGradientTape, Exchange, ScheduleCallback
 from tests.adapters.tensorflow.model import digest, wrap
-from tests.adapters.tensorflow.optim_scenarios import OfAllRanks
+from tests.adapters.tensorflow.optim_scenarios import WAYS, OfAllRanks, kept, save
 from tests.adapters.tensorflow.usage_model import (
     BATCH,
     NONE,
@@ -214,7 +214,7 @@ def tf_outer_steps() -> dict[str, Any]:
     """Compare outer steps with the published recursion by hand, and go on from a saved model."""
     results: dict[str, Any] = {}
     outer = {"every": 3, "lr": 0.7, "momentum": 0.9, "nesterov": True, "warmup": 2}
-    for name, config, options, kept in (
+    for name, config, options, last in (
         ("none", {"compressor": "none"}, {**outer, "alpha": 0.25}, 6),
         ("elastic", {"compressor": "none"}, {"every": 3, "optimizer": "elastic", "warmup": 2}, 4),
         ("topk", {"compressor": "topk", "compress_ratio": 0.2, **EVERYTHING}, outer, 3),
@@ -247,10 +247,10 @@ def tf_outer_steps() -> dict[str, Any]:
                         v.assign(0.25 * v.numpy() + 0.75 * anchors[i])
                 off.append(distance(model, alone))
                 apart.append(digest(model.trainable_variables))
-                if step == kept:
+                if step == last:
                     model.save(path)
             again = keras.saving.load_model(path)
-            fit(again, 7 - kept, start=kept + 1)
+            fit(again, 7 - last, start=last + 1)
         results[name] = {"apart": apart, "off": off, "resumed": digest(again.trainable_variables) == apart[-1]}
     report = model.optimizer.grace.report()
     results["report"] = report.partition("\n")[0]
@@ -348,7 +348,10 @@ SIMULATED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     ),
     "dense": ({"compressor": "topk", "compress_ratio": 0.3}, {"every": 2, "fragments": 2, "dense_every": 2}, (5,)),
     "adacomm": ({"compressor": "none"}, {"every": 3, "adapt": "loss"}, (4,)),
+    # `CHANGE` comes while a change of the weights is on its way.
+    "changed": ({"compressor": "topk", "compress_ratio": 0.5}, {"every": 4, "delay": 2, "momentum": 0.9}, (7,)),
 }
+CHANGE = {5: {"compress_ratio": 0.2}}
 
 
 def tf_outer_like_a_simulation(name: str) -> dict[str, Any]:
@@ -365,9 +368,12 @@ def tf_outer_like_a_simulation(name: str) -> dict[str, Any]:
     sim.begin({n: x.reshape(shapes[n]) for n, x in ranks.weights().items()})
     with tempfile.TemporaryDirectory() as folder:
         for step in range(steps):
+            if name == "changed" and step in CHANGE:
+                sim.change(**CHANGE[step])
+                model.optimizer.grace.change(**CHANGE[step])
+                model.make_train_function(force=True)
             if step in saved:
-                files[step] = str(Path(folder) / f"{step}.keras")
-                model.save(files[step])
+                files[step] = save(model, f"{folder}/{step}")
             if outer.get("adapt"):
                 sim.note_loss(*(_loss(each, step, rank) for rank, each in enumerate(ranks.nets)))
             moved = []
@@ -380,10 +386,13 @@ def tf_outer_like_a_simulation(name: str) -> dict[str, Any]:
                 ranks.write(rank, {n: x.reshape(-1) for n, x in met.items()})
             fit(model, 1, start=step)
             off.append(ranks.off(model))
-        for step, path in files.items():
-            again = keras.saving.load_model(path)
-            fit(again, steps - step, start=step)
-            resumed.append(digest(again.weights) == digest(model.weights))
+        for number, (step, paths) in enumerate(files.items()):
+            # Only a file of Keras has the configurations before a change.
+            for way in WAYS if ALL and name != "changed" else [[*WAYS][number % len(WAYS)]]:
+                again = WAYS[way](paths, lambda: wrap(config, keras.optimizers.SGD(0.1, 0.9), outer=outer))
+                fit(again, steps - step, start=step)
+                same = [digest(x) == digest(y) for x, y in zip(kept(again), kept(model), strict=True)]
+                resumed.append(all(same) or f"{way}, {step}")
     common = model.optimizer.grace.common_weights()
     apart = max(float(np.abs(x - common[n].numpy()).max()) for n, x in sim.common_weights().items())
     return {"off": off, "resumed": resumed, "common": apart, "rounds": sim.stats()["outer"]["rounds"]}
