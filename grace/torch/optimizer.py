@@ -185,11 +185,11 @@ def refuse_parameters(parameters: list[torch.Tensor], where: str) -> None:
     """Raise ConfigError for parameters whose gradients another exchange has, or of which each rank has a part."""
     if is_registered(parameters):
         raise ConfigError(
-            f"{where}: grace.torch.register() exchanges the gradients of these parameters already; use the plain "
-            "optimizer, or train the plain model without DistributedDataParallel."
+            f"{where}: grace.torch.register() exchanges the gradients of these parameters already; register a model "
+            "once, and use the plain optimizer."
         )
     if any(is_sharded(p) for p in parameters):
         raise ConfigError(
             f"{where}: expected whole parameters, received sharded ones (DTensor); use the plain optimizer, and call "
-            "grace.torch.register(model) for a model of FSDP2."
+            "grace.torch.register(model) for a model of fully_shard (FSDP2)."
         )

@@ -41,3 +41,9 @@ def test_a_broken_promise_is_told():
 )
 def test_an_adapter_keeps_its_promises(launch):
     assert scenario("promises", launch) == [NONE_BROKEN] * 2
+
+
+@pytest.mark.distributed
+@on(Launch(TORCH, "torchrun", 2))
+def test_a_plain_model_keeps_its_promises(launch):
+    assert scenario("promises_of_a_model", launch) == [NONE_BROKEN] * 2

@@ -147,7 +147,7 @@ def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(la
         errors = rank["errors"]
         assert "need outer, for example outer='diloco'" in errors["no outer"]
         assert "it exchanges gradients and cannot take outer steps" in errors["no optimizer"]
-        assert "process_group names the ranks of outer steps" in errors["group"]
+        assert "process_group names the ranks of a plain model or of outer steps" in errors["group"]
         assert "each hold a part of parameter" in errors["parts"]
 
 

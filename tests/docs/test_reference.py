@@ -40,7 +40,7 @@ ADAPTERS = ("grace.torch.Exchange", "grace.tensorflow.Exchange", "grace.mpi.MPIE
 OBJECTS = {
     "optimizer.grace": ADAPTERS[:2],
     "self.grace": (*ADAPTERS[:2], "grace.torch.distributed.ExchangeState"),
-    "exchange": ADAPTERS,
+    "exchange": (*ADAPTERS, "grace.torch.distributed.module.ModuleExchange"),
     "simulation": ("grace.Simulation",),
     "run": ("grace.core.state.run.Run",),
 }
@@ -225,7 +225,7 @@ def test_a_reference_is_taken_apart():
 
 
 def test_what_a_reference_lacks_is_noticed():
-    moved = "grace.torch.Exchange.move or grace.tensorflow.Exchange.move or grace.mpi.MPIExchange.move"
+    moved = " or ".join(f"{exchange}.move" for exchange in OBJECTS["exchange"])
     lacking = {
         "grace.core.errors.Unknown",
         "grace.torch.missing or grace.torch.torch.missing",

@@ -33,11 +33,12 @@ class Launcher:
     reference: str
 
 
-# By `DistributedOptimizer` over Horovod, `register` with DDP, `DistributedOptimizer` over torch.distributed, and
-# `register` with FSDP2, which gathers the parameters for each pass or only once a step.
+# By `DistributedOptimizer` over Horovod, `register` with DDP and with a plain model, `DistributedOptimizer` over
+# torch.distributed, and `register` with FSDP2, which gathers the parameters for each pass or only once a step.
 LAUNCHERS = {
     "horovod": Launcher("horovod", "horovod"),
     "torch": Launcher("torch", "ddp"),
+    "torch-module": Launcher("torch", "ddp"),
     "torch-optimizer": Launcher("torch", "ddp"),
     "torch-fsdp": Launcher("torch", "fsdp"),
     "torch-fsdp-zero2": Launcher("torch", "fsdp-zero2"),

@@ -109,6 +109,9 @@ class TorchSide:
         if method == COMPUTE:
             return _Step(model, _sgd(model), model.loss)
         config = {**options, "compressor": method}
+        if method not in BASELINES and launcher == "torch-module":
+            exchange = self._grace.register(model, config)
+            return _Step(model, _sgd(model), model.loss, exchange, self._size)
         if method not in BASELINES and launcher == "torch-optimizer":
             named = list(model.named_parameters())
             wrapped = self._grace.DistributedOptimizer(

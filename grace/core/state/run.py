@@ -154,7 +154,7 @@ class Run:
     def finish(
         self,
         into: Mapping[str, Array] | None = None,
-        unused: Collection[str] = frozenset(),
+        unused: Iterable[str] = (),
         module: str = _WHOLE,
     ) -> dict[str, Array]:
         """Finish the step under way as `Step.finish` does, commit it, and return the merged gradients."""

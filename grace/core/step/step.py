@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.config.registry import memories
@@ -308,11 +308,11 @@ class Step:
             self._outgoing = Outgoing(self.plan, self._ops, into or {}, self._transport.rank)
         return self._outgoing
 
-    def finish(self, into: Mapping[str, Array] | None = None, unused: Collection[str] = frozenset()) -> Outcome:
+    def finish(self, into: Mapping[str, Array] | None = None, unused: Iterable[str] = ()) -> Outcome:
         """Complete the step and return its outcome: merged gradients have the shape and dtype of their specs.
 
         `unused` names the tensors that `ready` got as unused on every rank: their merged gradients must not be applied,
-        and their memories stay as they were. It must be equal on all ranks.
+        and their memories stay as they were. It must be equal on all ranks, and is read once all gradients are merged.
 
         `into` maps tensors to contiguous arrays of that shape and dtype, which must not overlap; if arrays can be
         changed in place, the gradients are written there. Of a tensor of which this rank gets only some elements

@@ -29,10 +29,10 @@ class TorchDistributed(Library):
     )
     transport: ProcessGroupTransport
 
-    def __init__(self, process_group: Any, timeout: float) -> None:
+    def __init__(self, process_group: Any, timeout: float, where: str = _WHERE) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
-                f"{_WHERE}: torch.distributed is not initialized; call torch.distributed.init_process_group() first."
+                f"{where}: torch.distributed is not initialized; call torch.distributed.init_process_group() first."
             )
         self.transport = ProcessGroupTransport(process_group, timeout=timeout)
         self.group, self.world = self.transport.group, (dist.get_rank(), dist.get_world_size())
@@ -56,8 +56,11 @@ class TorchDistributed(Library):
         return optimizer, names_of(optimizer, named_parameters)
 
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
-        settings = self._settings
-        hook(wrapped, names, settings.backward_passes_per_step)
+        hook(wrapped, names, self._settings.backward_passes_per_step)
+        return self.delegated(names, run, self._settings)
+
+    def delegated(self, names: Mapping[torch.nn.Parameter, str], run: Run, settings: Settings) -> Delegated:
+        """Return the exchange of the gradients that stay dense; all ranks must call it."""
 
         def connect(what: str) -> ProcessGroupTransport:
             return ProcessGroupTransport(

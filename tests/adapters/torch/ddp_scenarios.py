@@ -329,7 +329,6 @@ def held_by_wrappers() -> dict[str, Any]:
     results["nested"] = [item.spec.name for item in grace.torch.register(Holder(inner=inside), TOPK).plan.assignments]
     pair = Holder(one=parallel(make_net()), other=Holder(inner=parallel(make_net())))
     results["several"] = outcome(lambda: grace.torch.register(pair, TOPK))
-    results["none"] = outcome(lambda: grace.torch.register(Holder(inner=make_net()), TOPK))
     results["no module"] = outcome(lambda: grace.torch.register(sgd(make_net()), TOPK))  # type: ignore[arg-type]
     return results
 
@@ -1109,7 +1108,6 @@ def refused_by_ddp() -> dict[str, Any]:
         "twice": outcome(hooked),
         "mixed": outcome(mixed),
         "overlapped": [outcome(functools.partial(overlapped, first)) for first in (True, False)],
-        "plain": outcome(lambda: grace.torch.register(make_net(), TOPK)),
         "typo": outcome(lambda: grace.torch.register(parallel(make_net()), TOPK, grad_scalar=None)),
         "differing": outcome(
             lambda: grace.torch.register(parallel(make_net()), {**TOPK, "compress_ratio": 0.1 + 0.1 * my_rank()})

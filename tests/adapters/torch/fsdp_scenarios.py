@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import itertools
@@ -608,5 +607,4 @@ def refused_by_fsdp() -> dict[str, Any]:
         errors["this rank of replicas"] = outcome(lambda: grace.torch.register(shard(make(), replicas=2), bad))
         errors["replicas"] = outcome(lambda: backward(model, next(batches(1))))
         grace.torch.register(shard(make(), replicas=2), {"compressor": "powersgd", **EVERYTHING})
-    errors["plain"] = outcome(lambda: grace.torch.register(copy.deepcopy(make()), TOPK))
     return errors

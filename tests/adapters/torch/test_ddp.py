@@ -209,9 +209,7 @@ def test_a_model_is_found_in_what_holds_it(launch):
         assert "0.module.left.weight" in rank["nested"]
         assert rank["several"].startswith("ConfigError: grace.torch.register: expected a model that is or holds one")
         assert "received Holder, which holds 2: one, other.inner. Register each" in rank["several"]
-        for label, kind in {"none": "Holder", "no module": "SGD"}.items():
-            assert rank[label].startswith("TypeError: grace.torch.register: expected a model wrapped in"), label
-            assert f"received {kind};" in rank[label]
+        assert rank["no module"].startswith("TypeError: grace.torch.register: expected a model (torch.nn.Module), rec")
 
 
 @on(TWO)
@@ -351,7 +349,6 @@ def test_what_cannot_work_is_refused(launch):
         assert rank["twice"].startswith("ConfigError: grace.torch.register: the model cannot be used, because it is")
         assert "use torch.autocast instead" in rank["mixed"]
         assert "because _apply_optimizer_in_backward() takes the place of its only" in rank["applied in backward"]
-        assert rank["plain"].startswith("TypeError: grace.torch.register: expected a model wrapped in")
         assert "there is no argument 'grad_scalar'. Did you mean 'grad_scaler'?" in rank["typo"]
         assert rank["differing"].startswith("MismatchError: rank 1 and rank 0 were started differently")
         assert rank["on one rank"].startswith("MismatchError: " if number else "ConfigError: ")

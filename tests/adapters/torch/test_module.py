@@ -1,0 +1,64 @@
+"""`grace.torch.register` with plain models, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import TORCH, Launch
+from tests.support.ranks import on, same, scenario
+
+pytestmark = pytest.mark.distributed
+
+TWO, THREE = (Launch(TORCH, "torchrun", ranks) for ranks in (2, 3))
+
+
+@on(TWO, THREE)
+def test_a_plain_model_trains_as_in_ddp(launch):
+    ranks = scenario("trained_plainly", launch)
+    for label in ranks[0]:
+        assert same([found for rank in ranks for found in rank[label]]), label
+
+
+@on(TWO)
+def test_layers_computed_again_train_alike_without_ddp(launch):
+    ranks = scenario("computed_again", launch)
+    for last in (True, False):
+        found = [rank[f"{again}, {last}"] for rank in ranks for again in ("", "reentrant", "not reentrant", "compiled")]
+        assert same(found)
+        frozen = "layers.1" if last else "first"
+        assert found[0]["without"] == [f"{layer}.{part}" for layer in (frozen, "unused") for part in ("weight", "bias")]
+        assert f"{frozen}.weight" not in found[0]["names"]
+        assert found[0]["buffer"] == [0.0, 0.0]
+        assert (found[0]["steps"], found[0]["steps of a copy"], found[0]["freed"]) == (3, 0, True)
+
+
+@on(TWO)
+def test_what_cannot_work_without_ddp_is_refused(launch):
+    again = "ConfigError: grace.torch.register: the model cannot be used, because it is registered already"
+    beginnings = {
+        "twice": again,
+        "a part": again,
+        "then in ddp": again,
+        "ddp and plain": "ConfigError: grace.torch.register: grace.torch.register() exchanges the gradients of these",
+        "converted": "StepError: parameter 'head.bias' was torch.float32 on cpu when the model was registered, and is",
+        "unfrozen": "StepError: parameter 'head.weight' was frozen when the model was registered",
+        "sparse": "StepError: tensor '0.weight' has a sparse gradient",
+        "shared": "StepError: parameter 'layers.0.",
+    }
+    for number, rank in enumerate(scenario("refused_plainly", launch)):
+        for label, beginning in beginnings.items():
+            assert rank[label].startswith(beginning), (label, rank[label])
+        assert "pass use_reentrant=False" in rank["shared"]
+        assert rank["on one rank"].startswith("MismatchError: " if number else "ConfigError: ")
+        # Both ranks use row 1, and rank 0 alone row 3.
+        first, third = rank["sparse and dense"]
+        assert first == pytest.approx(2 * third)
+
+
+@on(TWO)
+def test_a_step_is_dropped_after_an_interruption(launch):
+    ranks = scenario("interrupted_pass", launch)
+    assert same([rank[label] for rank in ranks for label in ("interrupted", "whole")])
+    for rank in ranks:
+        assert rank["first"] == "ArithmeticError: interrupted"
+        assert "got a second gradient before its exchange was complete" in rank["second"]
