@@ -13,8 +13,9 @@ from grace.core.config.outer import PRESETS, OuterSteps, make_outer
 from grace.core.config.registry import outer_optimizers
 from grace.core.errors import ConfigError, IncompatibleError, StateError, StepError
 from grace.core.spec import TensorSpec
-from grace.testing.harness import array, host
+from grace.testing.harness import FRAMEWORKS, array, host
 from tests.support.registered import every_framework
+from tests.support.steps import each
 
 SHAPES = {"a": (24, 10), "scalar": (), "empty": (0, 3), "b": (130,), "c": (7, 5), "d": (16, 16)}
 NONE = {"compressor": "none"}
@@ -375,9 +376,9 @@ def test_periods_that_follow_the_loss_are_those_of_adacomm(framework):
             expected.append(step)
     met, resumed = [], None
     for step in range(1, 31):
-        for each in [training] if resumed is None else [training, resumed]:
-            each.sim.note_loss(*losses(step))
-            each.step()
+        for run in [training] if resumed is None else [training, resumed]:
+            run.sim.note_loss(*losses(step))
+            run.step()
         if training.equal_tensors() == set(SHAPES):
             met.append(step)
         if step == 8:
@@ -651,8 +652,8 @@ def test_ranks_whose_change_has_other_signs_than_the_last_send_a_header(framewor
             inside = [rank for rank in range(ranks) if shares[rank] >= bound]
         last = {n: np.mean([d[r][n] for r in inside], axis=0) if inside else np.zeros(SHAPES[n]) for n in SHAPES}
         start = {n: x - last[n] for n, x in start.items()}
-        for each in [training] if resumed is None else [training, resumed]:
-            each.step()
+        for run in [training] if resumed is None else [training, resumed]:
+            run.step()
         assert_close(training.values(), start, 1e-5)
         assert training.equal_tensors() == set(SHAPES)
         sent = [training.sim.stats(rank)["wire_bytes"] for rank in range(ranks)]
@@ -759,14 +760,14 @@ STREAMING = {"every": 6, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragment
 
 
 DENSE = {"every": 2, "dense_every": 3, "delay": 1}
+STOPS = {f"streaming {at}": (STREAMING, at) for at in range(1, 13)}
+STOPS |= {f"dense {at}": (DENSE, at) for at in (5, 6, 7, 12)}
 
 
-@every_framework
-@pytest.mark.parametrize(
-    ("outer", "at"), [(STREAMING, at) for at in range(1, 13)] + [(DENSE, at) for at in (5, 6, 7, 12)]
-)
-def test_a_run_goes_on_from_anywhere_in_two_periods(framework, outer, at):
+@each(framework=FRAMEWORKS, stop=STOPS)
+def test_a_run_goes_on_from_anywhere_in_two_periods(framework, stop):
     """In the middle of a period, of a flight, of the cycle of the fragments and of that of uncompressed meetings."""
+    outer, at = stop
     first, second = (Training(outer, TOPK, framework=framework) for _ in "ab")
     first.step(at)
     saved, weights = copy.deepcopy(first.sim.state_dict()), list(first.weights)

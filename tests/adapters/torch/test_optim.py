@@ -17,7 +17,7 @@ LAUNCHES = [
 ]
 
 
-@on(*LAUNCHES)
+@on(*LAUNCHES, usual=LAUNCHES[1:2])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_one_bit_adam_is_pytorchs_adam_at_first_and_then_the_papers_recursion(launch, scaled):
     ranks = scenario("one_bit_adam", launch, scaled)
