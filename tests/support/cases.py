@@ -32,7 +32,7 @@ GRANULARITIES = {"default": EVERYTHING, "layer": LAYERS, **UNITS}
 _QUICK: dict[str, dict[str, Any]] = {
     **{name: {"compress_ratio": 0.05} for name in ("topk", "randomk", "dgc")},
     "gradiveq": {"training_steps": 2, "compressed_steps": 2},
-    "hardthreshold": {"tune_steps": 2},
+    "hardthreshold": {"tune_steps": 2, "compress_ratio": 0.05},
 }
 
 # In the place of a method: memories that are no compressor's default, with the communicator that they are made for;
