@@ -115,8 +115,8 @@ class Applied:
                 self._told_of_passed = True
                 _warn(
                     "an optimizer has applied gradients of a registered model that were not exchanged: the ranks train "
-                    "apart. Call the model itself, not its 'module'. Passes of this rank alone belong into 'with "
-                    "model.no_sync():'."
+                    "apart. Call the DDP model itself, not its 'module'. Passes of this rank alone belong into "
+                    "no_sync(), of the DDP model or of the exchange of a plain one."
                 )
             self._came = self._exchanged = False
 
@@ -148,8 +148,9 @@ class Applied:
             _warn(
                 f"the gradients of {len(unknown)} tensors, the first of which is '{unknown[0]}', were exchanged, and "
                 "are gone before an optimizer has applied them. If they were dropped, later steps send what is left of "
-                "them in the residuals: compute gradients that nobody applies in 'with model.no_sync():'. If a loop of "
-                "your own has applied them, change weights in place under torch.no_grad() instead of by '.data'."
+                "them in the residuals: compute gradients that nobody applies in no_sync(), of the DDP model or of the "
+                "exchange of a plain one. If a loop of your own has applied them, change weights in place under "
+                "torch.no_grad() instead of by '.data'."
             )
 
     def _has_optimizer(self, p: torch.Tensor) -> bool:
