@@ -14,6 +14,9 @@ from collections import Counter
 
 import pytest
 
+# NumPy reads it when it is imported. Decompositions of small matrices would take fifty times as much processor time by
+# two threads, which wait for each other, and other processes of the tests want the cores as well.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What is imported and collected lives until the end. See pytest_collection_finish.
 gc.disable()
 # TensorFlow asks for it when it is imported; Python starts a process to know it, once.
