@@ -209,6 +209,7 @@ class Exchange(core.Exchange, tf.Module):
             self._specs = tuple(specs)
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             self.rank, self.ranks = self._rank_of_ranks()
+            self._make_others()
             self._runs = [self._run_for(self.ranks, self._make_variable)]
 
     def _run_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> VariableRun:
@@ -280,6 +281,9 @@ class Exchange(core.Exchange, tf.Module):
         # A checkpoint finds the variable in this list, and fills it if the checkpoint was restored earlier.
         self._variables.append(variable)
         return variable
+
+    def _make_others(self) -> None:
+        """Make what is kept besides the states of a run, whose variables may be replaced: so they come last."""
 
     def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
         """Drop variables of `_make_variable`."""

@@ -264,6 +264,11 @@ class OptimizerExchange(Exchange):
             name=f"grace_{name}".replace("/", "_"),
         ).value
 
+    def _make_others(self) -> None:
+        if self.config.outer is not None:
+            made = OuterVariables(self.config.outer, self._specs, self._optimizer, self._make_variable, _WHERE)
+            self._optimizer._outer = made
+
     def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
         optimizer, dropped = self._optimizer, {id(variable) for variable in variables}
         kept = [variable for variable in optimizer._variables if id(variable.value) not in dropped]
@@ -357,10 +362,6 @@ class Distributed(Exchanges):
                 "their gradients, and such gradients cannot be reduced over ranks; train without float8."
             )
         self.grace.build(variables)
-        outer, exchange = self.grace.config.outer, self.grace
-        if outer is not None:
-            with tf.init_scope():
-                self._outer = OuterVariables(outer, exchange._specs, self, exchange._make_variable, _WHERE)
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
     @tf.autograph.experimental.do_not_convert

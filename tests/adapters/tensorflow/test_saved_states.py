@@ -8,6 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from grace.core.config.config import change_config
 from grace.core.errors import StateError
 
 keras = pytest.importorskip("keras")
@@ -102,3 +103,18 @@ def test_keras_shows_the_error_of_a_damaged_file(tmp_path):
             archive.writestr(name, part)
     with pytest.raises(ValueError, match=r"checkpoint, variable 'sgd/grace_.*_residual': expected float32 \(36,\)"):
         keras.models.load_model(file)
+
+
+def test_variables_keep_their_order_after_a_change_with_outer_steps():
+    exchange = OptimizerExchange({"compressor": "topk", "default_rules": False, "outer": {"every": 4, "delay": 2}})
+    net = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    net.compile(_distribute(keras.optimizers.SGD(momentum=0.5), exchange, 1), "mse")
+    net.optimizer.build(net.trainable_variables)
+    config = change_config(exchange.config, {"compressor": "powersgd"})
+    exchange.run.change(exchange._plan_of(config))
+    exchange.history.append(exchange.config)
+    exchange.config = config
+    again = type(net.optimizer).from_config(net.optimizer.get_config())
+    again.build(net.trainable_variables)
+    again.load_own_variables(saved(net.optimizer))
+    assert contents(again) == contents(net.optimizer)
