@@ -23,8 +23,11 @@ _LATEST = 10
 class _Shifted(Memory):
     """Shift that each rank learns by the step `share`, and the mean of all shifts."""
 
-    needs = ("mean",)
     across_ranks = "joint"
+
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        return ("mean",)
 
     @property
     def feeds_back(self) -> bool:
