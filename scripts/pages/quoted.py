@@ -260,6 +260,9 @@ def million() -> Values:
     short, long = (np.mean(outer_runs.behind("DiLoCo", steps)) for steps in (600, 6000))
     assert long < short / 3, "the gap closes in longer runs"
     yield "diloco_long", f"{long:.1f}"
+    sparse = np.mean(outer_runs.behind("SparseLoCo", 6000))
+    assert long < sparse < 3 * long, "SparseLoCo falls further behind, and catches up, too"
+    yield "sparse_long", f"{sparse:.1f}"
 
 
 @quoted
