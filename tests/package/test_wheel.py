@@ -147,7 +147,7 @@ def _check(environment: Environment, framework: str, importable: list[str]) -> N
     found = json.loads(environment.run("python", "-c", SIMULATION, framework))
     assert all(Path(path).is_relative_to(environment.site) for path in found["files"]), found["files"]
     # Both codecs at least, and no kernel where the environment variable says so.
-    assert {"quantize_packed", "sum_top"} <= set(found["used"])
+    assert {"bucket_quantize", "sum_top"} <= set(found["used"])
     assert found["used without kernels"] == []
     assert found["equal"]
     assert found["importable"] == importable
