@@ -555,7 +555,7 @@ static void sum_round_by(const T* x, T a, const T* y, T b, int64_t width, const 
                          uint8_t* codes, int64_t begin, int64_t end, bool around) {
     alignas(64) T held[kRotation], values[kBlock];
     alignas(64) uint8_t found[kRotation];
-    const int64_t unit = round_unit(width), step = lesser(1, kBlock / unit) == 0 ? unit : kBlock / unit * unit;
+    const int64_t unit = round_unit(width), step = unit < kBlock ? kBlock / unit * unit : unit;
     for (int64_t at = begin; at < end; at += step) {
         const int64_t length = lesser(step, end - at);
         T* target = around ? held : out + at;

@@ -112,9 +112,10 @@ class Memory(ABC):
 
     @property
     def pace(self) -> float:
-        """Share of what is sent that joins the state `shift`, which a memory learns of its gradients; 0 without it.
+        """The number p of a memory that learns a state `shift` of its gradients; 0 without it.
 
-        The others take the shift and what is sent for the gradient of this rank.
+        The result is the mean of (new shift) + (1 - p) C(x) over the ranks. So p is the share of what is sent that
+        joins the shift, or 1 if the result is the mean of the new shifts.
         """
         return 0.0
 
