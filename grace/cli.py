@@ -15,6 +15,7 @@ from typing import Any
 
 from grace import __version__, listing
 from grace.bench.command import INTERRUPTED, add_codec, add_import, completed_by
+from grace.bench.link import add_link
 from grace.bench.step.command import add_step
 from grace.bench.variants import import_own
 from grace.core.config.config import ENVIRONMENT_VARIABLE
@@ -110,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     benchmarks = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_codec(benchmarks)
     add_step(benchmarks)
+    add_link(benchmarks)
     add_report(commands)
 
     how = 'Print the script with which a shell completes arguments. In bash: eval "$(grace completion bash)"'

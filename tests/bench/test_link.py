@@ -1,0 +1,51 @@
+"""The command `grace bench link` under every launcher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from grace import cli
+from grace.bench.link import launcher_of
+from grace.core.errors import ConfigError
+from tests.support.launch import command, environment
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun"])
+def test_every_launcher(launcher, tmp_path):
+    path = tmp_path / "link.json"
+    words = [sys.executable, "-m", "grace", "bench", "link", "--sizes", "1024", "1048576", "--json", str(path)]
+    done = subprocess.run(
+        [*command(launcher, 2), *words], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    # Rank 0 alone prints.
+    assert done.stdout.count("allreduce of 2 ranks") == 1
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 2
+    assert [point["nbytes"] for point in found["points"]] == [1024, 1048576]
+    for point in found["points"]:
+        # Of two ranks both bandwidths are equal.
+        assert point["busbw"] == point["algbw"] == point["nbytes"] / point["seconds"]
+    assert found["bandwidth"] > 0 <= found["latency"]
+
+
+def test_the_launcher_is_known_by_its_variables():
+    assert launcher_of({"WORLD_SIZE": "2"}) == "torch"
+    # horovodrun may start its ranks by mpirun.
+    assert launcher_of({"OMPI_COMM_WORLD_SIZE": "2", "HOROVOD_CONTROLLER": "mpi"}) == "horovod"
+    assert launcher_of({"PMI_SIZE": "2"}) == "mpi"
+    with pytest.raises(ConfigError, match="no launcher has started"):
+        launcher_of({})
+
+
+def test_one_rank_has_no_link(capsys, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["bench", "link"]) == 2
+    assert "at least 2 ranks, received 1" in capsys.readouterr().err
