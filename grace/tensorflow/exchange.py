@@ -24,7 +24,16 @@ from grace.core.session import exchange as core
 from grace.core.session.outer_setup import check_references, refuse_outer
 from grace.core.session.start import check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
-from grace.tensorflow.gradients import Gradient, common_kinds, device_of, inside, is_embedding, kind_of, names_of
+from grace.tensorflow.gradients import (
+    Gradient,
+    common_kinds,
+    device_of,
+    inside,
+    is_embedding,
+    kind_of,
+    names_of,
+    weighed,
+)
 from grace.tensorflow.run import VariableRun, tensorflow_ops
 from grace.tensorflow.step import GraphStep
 from grace.tensorflow.times import GraphTimes
@@ -495,21 +504,43 @@ class Exchange(core.Exchange, tf.Module):
         absent: frozenset[int] = frozenset(),
         loss_scale: tf.Tensor | None = None,
         zeros: bool = False,
-        only: frozenset[int] | None = None,
     ) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`. A gradient that is None on all ranks stays None.
 
         With `zeros` in the first step, None on all ranks means a dense gradient of zeros, in later steps as well.
         `absent` holds the indices of variables that this step does not train; their memories do not change. With
         `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
-        skips the step; with `rollback = false` in the configuration, they start from zero. With `only`, a fragment of
-        outer steps meets: the variables with these indices; what is passed of others comes back. The step is traced
-        once, in eager mode and inside a `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first
-        step. The first call contacts the other ranks. Raises StepError for a wrong number of gradients, or for one that
-        no rank had in the first step, ConfigError inside `jit_compile=True`, and MismatchError on every rank if the
-        ranks differ.
+        skips the step; with `rollback = false` in the configuration, they start from zero. The step is traced once, in
+        eager mode and inside a `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. The
+        first call contacts the other ranks. Raises StepError for a wrong number of gradients, or for one that no rank
+        had in the first step, ConfigError inside `jit_compile=True`, and MismatchError on every rank if the ranks
+        differ.
         """
-        return self._agreed(gradients, zeros)(gradients, absent, loss_scale, only)
+        return self._agreed(gradients, zeros)(gradients, absent, loss_scale, None)
+
+    def meet(
+        self, changes: Mapping[int, tf.Tensor], factor: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Exchange what some variables have moved, by their indices, at a meeting; call it after `filled`.
+
+        Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes `factor`
+        times its changes, or nothing if that is 0; None stands for 1.
+        """
+        step = self._step
+        assert step is not None
+        members, count = frozenset(changes), len(self._specs)
+        weighted = dict(zip(changes, weighed([*changes.values()], factor), strict=True))
+        given = [weighted.get(i) for i in range(count)]
+
+        def exchanged(resting: bool) -> list[Gradient | None]:
+            found = step(given, frozenset(), None, members, resting)
+            return [x for i, x in enumerate(found) if i % count in members]
+
+        if factor is None:
+            found = exchanged(False)
+        else:
+            found = tf.cond(factor > 0, lambda: exchanged(False), lambda: exchanged(True))
+        return found[: len(members)], found[len(members) :]
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks. All ranks must call it, after `filled`."""

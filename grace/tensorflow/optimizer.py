@@ -26,12 +26,12 @@ from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import early_warnings
-from grace.core.session.outer_setup import check_outer, refuse_arguments_of_gradients, with_local_steps
+from grace.core.session.outer_setup import check_inner, check_outer, refuse_arguments_of_gradients, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
-from grace.tensorflow.outer import OuterVariables, check_graph
+from grace.tensorflow.outer import OuterVariables, check_states
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport, check_process
 from grace.tensorflow.waiting import gather, is_elastic
@@ -186,7 +186,10 @@ def _check_passes(optimizer: Any, passes: int) -> None:
 
 
 def _check_outer(optimizer: Any, exchange: Exchange, passes: int, size: int) -> None:
-    check_graph(exchange.config, _WHERE)
+    outer = exchange.config.outer
+    assert outer is not None
+    check_inner(outer, _describe(optimizer)[0], _WHERE)
+    check_states(outer, optimizer, _WHERE)
     check_outer(exchange.config, _WHERE, average=exchange.op == hvd.Average, size=size)
     refuse_arguments_of_gradients(
         _WHERE,
@@ -292,6 +295,12 @@ class OptimizerExchange(Exchange):
             return super().common_weights()
         return {name: tf.identity(v) for name, v in zip(self.names, self._optimizer._outer.anchors, strict=True)}
 
+    def move(self) -> tuple[int, int]:
+        """Go on with the ranks that Horovod has now; return the numbers of ranks before and now."""
+        if self.config.outer is not None:
+            self._optimizer._outer.moved()
+        return super().move()
+
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
         # With outer steps, the weights of a rank are its own between two exchanges.
         return super()._equal_variables() if self.config.outer is None else self._optimizer._outer.anchors
@@ -343,6 +352,8 @@ class Distributed(Exchanges):
     _exchanged = False
     # The factor that turns Keras' mean over accumulated passes into a sum.
     _summed_passes = 1
+    # The number of steps that an update takes for that of all.
+    _steps: tf.Tensor | None = None
     # What outer steps keep, if there are any and the variables are known.
     _outer: OuterVariables
 
@@ -431,14 +442,29 @@ class Distributed(Exchanges):
 
     def _apply_locally(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None) -> None:
         """Apply this rank's gradients, and exchange what the weights have moved if it is time."""
-        self._known(trainable_variables)
+        places = self._places(grads, self._known(trainable_variables))
         variables, steps = [inside(v) for v in self._trainable_variables], self._iterations.value
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
         self.grace.filled([tf.zeros_like(v) for v in variables])
-        self._outer.before(steps, variables)
+        self._outer.before(steps, variables, self.grace)
+        grads = self._outer.corrected(grads, places, self.grace._learning_rate())
         with self.after_exchange():
             super().apply(grads, trainable_variables)
         self._outer.after(steps, variables, self.grace)
+
+    @property
+    def iterations(self) -> Any:
+        """The number of steps; while a variable is updated, of those since what is kept of it began again."""
+        return super().iterations if self._steps is None else self._steps
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update a variable by its gradient."""
+        begun = None if self.grace.config.outer is None else self._outer.begun(self._get_variable_index(variable))
+        self._steps = None if begun is None else tf.cast(self._iterations.value, tf.int64) - begun
+        try:
+            super().update_step(gradient, variable, learning_rate)
+        finally:
+            self._steps = None
 
     @property
     def follows_loss(self) -> bool:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-from grace.core.config.config import Config
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
+from grace.core.session.meeting import agreeing, meet, varied, with_variate
 from grace.core.session.outer_setup import check_outer, rounds_of_states
-from grace.core.spec import State, TensorSpec
-from grace.tensorflow.branches import always, never
-from grace.tensorflow.gradients import inside
+from grace.core.spec import TensorSpec
+from grace.tensorflow.branches import always, in_python, never
+from grace.tensorflow.gradients import inside, weighed
 from grace.tensorflow.run import tensorflow_ops
+from grace.tensorflow.stage import Stage
 
 if TYPE_CHECKING:
     from grace.tensorflow.optimizer import OptimizerExchange
@@ -23,32 +25,38 @@ if TYPE_CHECKING:
 MakeVariable = Callable[[str, tf.Tensor], tf.Variable]
 
 
-def check_graph(config: Config, where: str) -> None:
-    """Raise ConfigError for outer steps that a Keras optimizer cannot take."""
-    outer = config.outer
-    assert outer is not None
-    if outer.participation < 1 or outer.relevance or outer.variates or outer.local_error or outer.pairs:
+def check_states(outer: OuterSteps, optimizer: Any, where: str) -> None:
+    """Raise ConfigError if the states of a Keras optimizer should start again, and cannot."""
+    if outer.pairs:
         raise ConfigError(
-            f"{where}: a TensorFlow graph exchanges the same with all ranks at each meeting, and knows only the mean; "
-            "so participation, relevance, variates, local_error and pairs are not supported, received "
-            f"{outer}; leave them out."
+            f"{where}: a TensorFlow graph exchanges with all ranks, so pairs are not supported, received {outer}; "
+            "leave them out."
         )
-    if outer.state == "reset":
+    if outer.state != "reset":
+        return
+    shared = {kind.__name__ for kind in type(optimizer).__mro__} & {"Nadam", "ScheduleFreeAdamW"}
+    if shared:
         raise ConfigError(
-            f"{where}: the moments of Keras' optimizers cannot start again while 'iterations' counts on, so state = "
-            f"'reset' is not supported, received {outer}; use 'average' or 'local'."
+            f"{where}: the states of {shared.pop()} cannot start again without what it keeps for all variables, "
+            "received state = 'reset' in outer; use 'average' or 'local'."
+        )
+    if int(optimizer.iterations):
+        raise ConfigError(
+            f"{where}: state = 'reset' returns to the states before the first step, and the optimizer has taken "
+            f"{int(optimizer.iterations)} steps; wrap it before, or use 'average' or 'local'."
         )
 
 
-def states_of(optimizer: Any) -> list[tuple[str, tf.Variable]]:
-    """Return what a Keras optimizer keeps of each variable, by its name there, such as "momentum"."""
-    starts = [v.path.replace("/", "_") + "_" for v in optimizer._trainable_variables]
+def states_of(optimizer: Any) -> list[tuple[str, int, tf.Variable]]:
+    """Return what a Keras optimizer keeps of each variable: its name there, such as "momentum", and the index."""
+    names = [getattr(v, "path", v.name) for v in optimizer._trainable_variables]
+    starts = [name.replace("/", "_").replace(":", "_") + "_" for name in names]
     found = []
     for state in optimizer.variables:
         # Keras names a state after its variable, whose name may be the beginning of another one.
         start = max((x for x in starts if state.name.startswith(x)), key=len, default="")
         if start and len(state.shape) and state.dtype.startswith(("float", "bfloat")):
-            found.append((state.name.removeprefix(start), inside(state)))
+            found.append((state.name.removeprefix(start), starts.index(start), inside(state)))
     return found
 
 
@@ -71,8 +79,8 @@ class OuterVariables:
         places = {spec.name: i for i, spec in enumerate(specs)}
         self._fragments = [[places[name] for name in names] for names in outer.divide(specs)]
         variables, states = [inside(v) for v in optimizer._trainable_variables], states_of(optimizer)
-        rounds = rounds_of_states(outer, [key for key, _ in states], optimizer._plain.__name__, where)
-        self._states = [(v, rounds[key]) for key, v in states if key in rounds]
+        rounds = rounds_of_states(outer, [key for key, _, _ in states], optimizer._plain.__name__, where)
+        self._states = [(v, rounds[key]) for key, _, v in states if key in rounds]
         self.anchors = [make_variable(f"met_{i}", tf.convert_to_tensor(v)) for i, v in enumerate(variables)]
         self._kept = [
             {
@@ -82,7 +90,7 @@ class OuterVariables:
             for i, (spec, v) in enumerate(zip(specs, variables, strict=True))
         ]
         # The inner step of the last meeting, and the number of meetings, if the next ones depend on them.
-        counts = outer.adapt or any(n > 1 for n in rounds.values())
+        counts = outer.adapt or any(n > 1 for n in rounds.values()) or outer.participation < 1 or outer.relevance
         self._met, self._rounds = (
             [make_variable(f"outer_{name}", tf.zeros([], tf.int64)) for name in ("met_at", "rounds")]
             if counts
@@ -95,6 +103,24 @@ class OuterVariables:
         # first and in the last period.
         names = ("total", "number", "first", "last") if outer.adapt == "loss" else ()
         self._losses = {name: make_variable(f"outer_loss_{name}", tf.zeros([], tf.float64)) for name in names}
+        # The mean changes of the last meeting, which decide on the next one.
+        followed = variables if outer.relevance else []
+        self._last = [make_variable(f"outer_last_{i}", tf.zeros_like(v)) for i, v in enumerate(followed)]
+        # The flat control variates, and by fragment the sum of the learning rates since the last meeting.
+        corrected = specs if outer.variates else []
+        self._variates = [
+            make_variable(f"outer_variate_{i}", tf.zeros([spec.numel], spec.work_dtype))
+            for i, spec in enumerate(corrected)
+        ]
+        fragments = range(outer.count)
+        self._rates = [make_variable(f"outer_rates_{i}", tf.zeros([], tf.float64)) for i in fragments if outer.variates]
+        # What the inner optimizer kept of a variable at the start, and by fragment the inner steps until it starts
+        # again. The average of weights is none of an optimizer's states.
+        resets = states if outer.state == "reset" else []
+        self._first = [(i, v, tf.identity(v).numpy()) for key, i, v in resets if key != "average"]
+        self._begun = [
+            make_variable(f"outer_begun_{i}", tf.zeros([], tf.int64)) for i in fragments if outer.state == "reset"
+        ]
         # What all ranks know could be subtracted again.
         self._random = tf.random.Generator.from_non_deterministic_state() if outer.noise else None
 
@@ -107,41 +133,58 @@ class OuterVariables:
             self._losses["total"].assign_add(loss)
             self._losses["number"].assign_add(1)
 
-    def before(self, steps: tf.Variable, variables: Sequence[tf.Variable]) -> None:
+    def begun(self, i: int) -> tf.Tensor | None:
+        """Return the number of inner steps before the states of a variable began, None if they never begin again."""
+        if not self._begun:
+            return None
+        return self._begun[next(k for k, members in enumerate(self._fragments) if i in members)].read_value()
+
+    def moved(self) -> None:
+        """Go on with other ranks, over which control variates do not add up to zero."""
+        for variate in self._variates:
+            variate.assign(tf.zeros_like(variate))
+
+    def before(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: OptimizerExchange) -> None:
         """Read the weights again where they are those of the last meeting; they may have been loaded or broadcast."""
-        taken = tf.cast(steps, tf.int64)
-        exact = taken <= self.outer.warmup if self.outer.keeps_own or self.outer.delay else tf.constant(True)
+        taken, outer = tf.cast(steps, tf.int64), self.outer
+        exact = taken <= outer.warmup if outer.keeps_own or outer.delay else tf.constant(True)
         for fragment, members in enumerate(self._fragments):
-            just_met = taken == self._met if self.outer.adapt else self.outer.meets(taken, fragment)
+            just_met = taken == self._met if outer.adapt else outer.meets(taken, fragment)
 
             def read(members: Sequence[int] = members) -> None:
                 for i in members:
                     self.anchors[i].assign(variables[i])
 
-            tf.cond((taken == 0) | (just_met & exact), always(read), never)
+            met = just_met & exact if not outer.local_error else tf.constant(False)
+            tf.cond((taken == 0) | met, always(read), never)
+        if self._variates:
+            tf.cond(exchange.run.is_foreign(exchange.rank, exchange.size), always(self.moved), never)
+
+    def corrected(self, gradients: Sequence[Any], places: Sequence[int], lr: tf.Tensor) -> list[Any]:
+        """Return gradients of an inner step less the control variates, and note its learning rate."""
+        if not self._variates:
+            return list(gradients)
+        for rate in self._rates:
+            rate.assign_add(tf.cast(lr, tf.float64))
+        made = []
+        for i, g in zip(places, gradients, strict=True):
+            h = self._variates[i]
+            wide = None if g is None else tf.cast(tf.convert_to_tensor(g), h.dtype)
+            made.append(None if wide is None else tf.cast(wide - tf.reshape(h, wide.shape), g.dtype))
+        return made
 
     def after(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: OptimizerExchange) -> None:
         """Exchange what the weights have moved and write new ones, if the ranks meet after this inner step."""
-        taken, buffers, first = tf.cast(steps, tf.int64), exchange.buffers, self.outer.buffers == "first"
-        warming = taken <= self.outer.warmup
+        taken, outer, everything = tf.cast(steps, tf.int64), self.outer, range(len(variables))
+        warming = taken <= outer.warmup
         check_outer(exchange.config, self._where, average=True, size=exchange.size)
-        weight = self.outer.factor(self.outer.warmup + 1, 0, exchange.rank, exchange.size, exchange.config.seed)
-
-        def weighted(xs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-            """Return this rank's share of a sum whose mean over the ranks is wanted."""
-            return [x * tf.cast(tf.where(warming, 1.0, weight), x.dtype) for x in xs] if self.outer.weight else xs
-
-        def mean(kept: Sequence[tf.Variable], label: str) -> None:
-            means = exchange.means(weighted([v.read_value() for v in kept]), label, of_first=first and kept is buffers)
-            for v, new in zip(kept, means, strict=True):
-                v.assign(new)
 
         def norm(members: Sequence[int]) -> tf.Tensor:
             moved = [tf.cast(self.anchors[i] - variables[i], tf.float64) for i in members]
             return tf.sqrt(tf.add_n([tf.reduce_sum(x * x) for x in moved]))
 
-        everything, clips = range(len(variables)), self.outer.clip > 0
         # In the warm-up all tensors meet at once, one fragment after the other.
+        clips = outer.clip > 0
         whole = tf.cond(warming, lambda: norm(everything), lambda: tf.constant(0.0, tf.float64)) if clips else None
 
         def changes(members: Sequence[int]) -> list[tf.Tensor]:
@@ -152,33 +195,111 @@ class OuterVariables:
             for i, change in zip(members, changes(members), strict=True):
                 self._flight[i].assign(change)
 
-        def meet(members: Sequence[int], last: bool) -> None:
+        def exchanged(members: Sequence[int], fragment: int) -> None:
             if self._flight:
                 tf.cond(warming, always(functools.partial(send, members)), never)
             moved = [self._flight[i].read_value() for i in members] if self._flight else changes(members)
-            given = dict(zip(members, weighted(moved), strict=True))
-            merged = exchange([given.get(i) for i in everything], only=frozenset(members))
-            for i in members:
-                self._meet(i, variables[i], tf.convert_to_tensor(merged[i]), warming)
-            if not last:
+            if self._variates:
+                paces, moved = self._with_variates(moved, fragment, exchange)
+            share = Share(self._factor(taken, fragment, exchange))
+            if outer.relevance:
+                share = self._share_of_senders(moved, warming, exchange)
+            found, own = exchange.meet(dict(zip(members, moved, strict=True)), share.factor)
+            merged = share.rescaled(found)
+            for i, change, mean, sent in zip(members, moved, merged, own or moved, strict=True):
+                self._meet(i, variables[i], change, tf.convert_to_tensor(mean), sent, warming)
+                if self._last:
+                    self._last[i].assign(mean)
+            if self._variates:
+                self._vary(fragment, own, merged, paces, warming)
+            if self._begun:
+                self._restart(members, fragment, taken)
+            if fragment < outer.count - 1:
                 return
             if self._rounds is not None:
                 self._met.assign(taken)
                 self._rounds.assign_add(1)
             for rounds in sorted({rounds for _, rounds in self._states}):
                 now = tf.constant(True) if rounds == 1 else self._rounds % rounds == 0
-                due = functools.partial(mean, [v for v, n in self._states if n == rounds], f"state.{rounds}")
-                tf.cond(now, always(due), never)
-            mean(buffers, "buffer")
+                due = [v for v, n in self._states if n == rounds]
+                tf.cond(now, always(functools.partial(share.average, due, exchange, f"state.{rounds}")), never)
+            share.average(exchange.buffers, exchange, "buffer", of_first=outer.buffers == "first")
             if self._losses:
-                self._follow(exchange)
+                self._follow(share, exchange)
 
         for fragment, members in enumerate(self._fragments):
-            meeting = functools.partial(meet, members, members is self._fragments[-1])
+            meeting = functools.partial(exchanged, members, fragment)
             tf.cond(self._lands(taken, fragment), always(meeting), never)
             if self._flight:
-                sends = self.outer.meets(taken, fragment) & ~warming
+                sends = outer.meets(taken, fragment) & ~warming
                 tf.cond(sends, always(functools.partial(send, members)), never)
+
+    def _factor(self, taken: tf.Tensor, fragment: int, exchange: OptimizerExchange) -> tf.Tensor | None:
+        """Return the factor on what this rank contributes to a meeting; None if all contribute equally."""
+        outer = self.outer
+        if outer.is_plain_mean or outer.relevance:
+            return None
+        # Of any fragment; they take turns after the warm-up.
+        before = 0 if self._rounds is None else outer.warmup + (self._rounds - outer.warmup) * outer.count + fragment
+
+        def draw(step: Any, rounds: Any) -> Any:
+            return np.float64(outer.factor(int(step), int(rounds), exchange.rank, exchange.size, exchange.config.seed))
+
+        return in_python(draw, [taken, before], tf.float64, [])
+
+    def _share_of_senders(self, moved: Sequence[tf.Tensor], warming: tf.Tensor, exchange: OptimizerExchange) -> Share:
+        """Return this rank's part in a meeting of those whose changes have the signs of the last one."""
+        equal = [
+            agreeing(tensorflow_ops(spec.device), x, last.read_value())
+            for spec, x, last in zip(self._specs, moved, self._last, strict=True)
+        ]
+        relevance = tf.cast(tf.add_n(equal), tf.float64) / sum(spec.numel for spec in self._specs)
+        sends = tf.cast(warming | (self._rounds == 0) | (relevance >= self.outer.relevance), tf.float32)
+        (share,) = exchange.means([tf.reshape(sends, [1])], "senders")
+        return Share(tf.cast(sends, tf.float64), tf.cast(share[0], tf.float64))
+
+    def _with_variates(
+        self, moved: Sequence[tf.Tensor], fragment: int, exchange: OptimizerExchange
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Return the pace of the memory of each tensor, and what this rank sends of it."""
+        members, made = self._fragments[fragment], []
+
+        def paces(stage: Stage) -> tf.Tensor:
+            pace_of = {item.spec.name: item.memory.pace for item in stage.plan.assignments}
+            return tf.constant([pace_of[self._specs[i].name] for i in members], tf.float64)
+
+        found = exchange.run.select(paces)
+        for number, (i, x) in enumerate(zip(members, moved, strict=True)):
+            spec, flat = self._specs[i], tf.reshape(x, [-1])
+            ops, h = tensorflow_ops(spec.device), self._variates[i].read_value()
+            alone = with_variate(ops, spec, flat, h, self._rates[fragment].read_value())
+            made.append(tf.reshape(tf.where(found[number] > 0, alone, flat), x.shape))
+        return found, made
+
+    def _vary(
+        self,
+        fragment: int,
+        own: Sequence[tf.Tensor],
+        merged: Sequence[tf.Tensor],
+        paces: tf.Tensor,
+        warming: tf.Tensor,
+    ) -> None:
+        """Move the control variates of a fragment; see `grace.core.session.outer`."""
+        rate = self._rates[fragment].read_value()
+        steps = tf.where(paces > 0, paces, 1.0) / rate
+        for number, (i, x, mean) in enumerate(zip(self._fragments[fragment], own, merged, strict=True)):
+            spec, h = self._specs[i], self._variates[i].read_value()
+            kept, factor = 1 - paces[number], steps[number]
+            new = varied(tensorflow_ops(spec.device), spec, h, x, mean, kept=kept, factor=factor)
+            self._variates[i].assign(tf.where(warming | (rate == 0), h, new))
+        self._rates[fragment].assign(0.0)
+
+    def _restart(self, members: Sequence[int], fragment: int, taken: tf.Tensor) -> None:
+        """Let the inner optimizer keep of some variables what it kept at the start."""
+        for i, v, first in self._first:
+            if i in members:
+                v.assign(first)
+        self._begun[fragment].assign(taken)
 
     def _private(self, moved: Sequence[tf.Tensor], members: Sequence[int], norm: tf.Tensor) -> list[tf.Tensor]:
         """Return changes with their common norm limited, and with noise of this rank."""
@@ -192,31 +313,27 @@ class OuterVariables:
             made.append(tf.cast(limited, x.dtype))
         return made
 
-    def _follow(self, exchange: OptimizerExchange) -> None:
+    def _follow(self, share: Share, exchange: OptimizerExchange) -> None:
         """Take the mean loss of all ranks in this period, on which the next one depends."""
         total, number, first, last = self._losses.values()
         told = "StepError: the periods of outer steps follow the loss, and none was noted since the last meeting; call "
         tf.debugging.Assert(number > 0, [told + "optimizer.scale_loss(loss) in each step."])
-        (loss,) = exchange.means([tf.reshape(tf.cast(total / number, tf.float32), [1])], "loss")
+        (loss,) = share.means([tf.reshape(tf.cast(total / number, tf.float32), [1])], exchange, "loss")
         last.assign(tf.cast(tf.reshape(loss, []), tf.float64))
         first.assign(tf.where(first == 0, last, first))
         for v in (total, number):
             v.assign(tf.zeros([], tf.float64))
 
-    def _meet(self, i: int, variable: tf.Variable, mean: tf.Tensor, warming: tf.Tensor) -> None:
+    def _meet(
+        self, i: int, variable: tf.Variable, moved: tf.Tensor, mean: tf.Tensor, sent: tf.Tensor, warming: tf.Tensor
+    ) -> None:
         spec, anchor, kept = self._specs[i], self.anchors[i], self._kept[i]
-        ops, state = tensorflow_ops(spec.device), {key: tf.convert_to_tensor(v) for key, v in kept.items()}
-        before, change = self._flat(anchor, spec), self._flat(mean, spec)
-
-        def step() -> tuple[tf.Tensor, State]:
-            return self.outer.optimizer.step(ops, before, change, state)
-
-        new, after = tf.cond(warming, lambda: (before - change, state), step) if self.outer.warmup else step()
-        mixed = new
-        if self.outer.keeps_own:
-            mixed = tf.where(warming, new, self.outer.mixed(ops, before, new, self._flat(variable, spec)))
-        for target, x in ((anchor, new), (variable, mixed)):
-            target.assign(tf.reshape(ops.cast(x, spec.dtype), target.shape))
+        flat = [tf.reshape(x, [-1]) for x in (anchor, mean, variable)]
+        state = {key: tf.convert_to_tensor(v) for key, v in kept.items()}
+        new, own, after = meet(self.outer, tensorflow_ops(spec.device), spec, *flat, state, warming=warming)
+        new, own = (tf.reshape(x, anchor.shape) for x in (new, own))
+        anchor.assign(new)
+        variable.assign(new - (moved - sent) if self.outer.local_error else own)
         for key, v in kept.items():
             v.assign(after[key])
 
@@ -237,3 +354,33 @@ class OuterVariables:
 
     def _flat(self, x: tf.Tensor | tf.Variable, spec: TensorSpec) -> tf.Tensor:
         return tensorflow_ops(spec.device).cast(tf.reshape(x, [-1]), spec.work_dtype)
+
+
+class Share(NamedTuple):
+    """Part of a rank in a meeting: the factor on what it contributes, and the share of the ranks that contribute.
+
+    None stands for 1. Both are 0-d and float64.
+    """
+
+    factor: tf.Tensor | None = None
+    senders: tf.Tensor | None = None
+
+    def means(
+        self, tensors: Sequence[tf.Tensor], exchange: OptimizerExchange, label: str, *, of_first: bool = False
+    ) -> list[tf.Tensor]:
+        """Return uncompressed means over the ranks that contribute; `label` begins the names of the collectives."""
+        return self.rescaled(exchange.means(weighed(tensors, self.factor), label, of_first=of_first))
+
+    def average(
+        self, kept: Sequence[tf.Variable], exchange: OptimizerExchange, label: str, *, of_first: bool = False
+    ) -> None:
+        """Write these means to the variables that they are of."""
+        found = self.means([v.read_value() for v in kept], exchange, label, of_first=of_first)
+        for v, new in zip(kept, found, strict=True):
+            v.assign(new)
+
+    def rescaled(self, merged: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return means over the ranks that contribute, from those over all; zeros if there are none."""
+        if self.senders is None:
+            return list(merged)
+        return weighed(merged, tf.where(self.senders > 0, 1 / self.senders, 1.0))

@@ -254,12 +254,18 @@ class VariableRun:
                     for key, value in splice(unit, now, old, ranges, ops).items():
                         kept[key].variable.assign(value)
 
+    def is_foreign(self, rank: int, size: int) -> tf.Tensor:
+        """Return whether the memories come from the checkpoint of another rank, or of another number of ranks."""
+        origin = self.origin.read_value()
+        return tf.logical_and(origin[0] >= 0, tf.reduce_any(origin != tf.constant([rank, size], tf.int32)))
+
     def belong_to(self, rank: int, size: int) -> None:
         """Set the memories to zero if they come from the checkpoint of another rank, or of another number of ranks.
 
         Asserts that a rank does not do so alone with a memory whose ranks belong together. It is traced into a graph.
         """
         here, origin = tf.constant([rank, size], tf.int32), self.origin.read_value()
+        foreign = self.is_foreign(rank, size)
 
         def forget() -> tf.Tensor:
             tf.print(
@@ -270,7 +276,6 @@ class VariableRun:
             _clear(*self.of_this_rank)
             return tf.constant(True)
 
-        foreign = tf.logical_and(origin[0] >= 0, tf.reduce_any(origin != here))
         for memory in self._joint:
             error = alone(memory)
             # With another number of ranks, all of them start from zero.
@@ -293,6 +298,14 @@ class VariableRun:
             entering = functools.partial(self._carry, before, stage)
             now = (step > 0) & tf.equal(self.in_cycle(step), stage.first)
             tf.cond(now, entering, lambda: tf.constant(False))
+
+    def select(self, make: Callable[[Stage], Any]) -> Any:
+        """Return make(stage), one tensor or several, for the stage of the next step. It is traced into a graph."""
+        if len(self.live) == 1:
+            return make(self.live[0])
+        begun = self.in_cycle(self.counter) >= tf.constant([stage.first for stage in self.live[1:]], tf.int64)
+        branches = [functools.partial(make, stage) for stage in self.live]
+        return tf.switch_case(tf.reduce_sum(tf.cast(begun, tf.int32)), branches)
 
     def check_current(self) -> tf.Operation:
         """Return the operation that raises an error in a graph that is no longer valid. It is traced into a graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from grace.core.errors import MismatchError, StepError
+from grace.core.methods.memory import keeps_nothing
 from grace.core.spec import TensorSpec
 from grace.core.state.states import States
 from grace.core.step.step import Step
@@ -42,15 +44,16 @@ class GraphStep:
         # The graph of a step that compresses nothing, and the stages that it was traced for.
         self._mean_step: tuple[list[Stage], Any] | None = None
 
-    def _trace(self, absent: frozenset[int], scale: tf.DType | None, only: frozenset[int] | None) -> Any:
+    def _trace(self, absent: frozenset[int], scale: tf.DType | None, only: frozenset[int] | None, resting: bool) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
 
-        With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps.
+        With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps. A rank
+        that is `resting` sends zeros.
         """
         signature = [signature_of(spec, kind) for spec, kind in self._kinds]
 
         def step(*given: Any) -> list[Gradient]:
-            return self._run(given[: len(signature)], absent, only, *given[len(signature) :])
+            return self._run(given[: len(signature)], absent, only, resting, *given[len(signature) :])
 
         scales = [] if scale is None else [tf.TensorSpec([], scale)]
         return tf.function(step, input_signature=[*signature, *scales], autograph=False)
@@ -82,8 +85,13 @@ class GraphStep:
         absent: frozenset[int],
         loss_scale: tf.Tensor | None,
         only: frozenset[int] | None,
+        resting: bool = False,
     ) -> list[Gradient | None]:
-        """Exchange gradients; see `Exchange.__call__`."""
+        """Exchange gradients; see `Exchange.__call__`.
+
+        A rank that is `resting` sends zeros, and keeps its memories. If outer steps follow what this rank has sent,
+        that comes after the merged gradients.
+        """
         given: list[Any] = [
             as_kind(None, "dense", spec) if gradient is None else gradient
             for (spec, _), gradient in zip(self._kinds, self.filled(gradients), strict=True)
@@ -93,11 +101,11 @@ class GraphStep:
         if self._traced is not self._states.live:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
-        merged = _call(self._graph(absent, None if loss_scale is None else loss_scale.dtype, only), given)
+        merged = _call(self._graph(absent, None if loss_scale is None else loss_scale.dtype, only, resting), given)
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
-            for (spec, _), x in zip(self._kinds, merged, strict=True)
+            for (spec, _), x in zip(itertools.cycle(self._kinds), merged, strict=False)
         ]
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
@@ -159,6 +167,7 @@ class GraphStep:
         gradients: Sequence[Gradient],
         absent: frozenset[int],
         only: frozenset[int] | None,
+        resting: bool,
         loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
         exchange, transport, run = self._exchange, self._transport, self._states
@@ -170,7 +179,8 @@ class GraphStep:
         before = []
         if absent or loss_scale is not None:
             before = run.snapshot(memories=bool(absent) or rollback)
-        merged = self._select(gradients, exchange._learning_rate(), only)
+        lr = exchange._learning_rate()
+        merged = list(run.select(lambda stage: self._exchanged(stage, gradients, lr, only, resting)))
         results = tf.nest.flatten(merged, expand_composites=True)
         if loss_scale is not None:
             scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
@@ -179,23 +189,19 @@ class GraphStep:
         run.restore_tensors(before, {self._kinds[place][0].name for place in absent})
         transport.end_turn(results)
         self._watch.end(results)
-        return [None if kind is None else x for (_, kind), x in zip(self._kinds, merged, strict=True)]
-
-    def _select(
-        self, gradients: Sequence[Gradient], lr: tf.Tensor | None, only: frozenset[int] | None
-    ) -> list[Gradient]:
-        """Exchange by the stage that the step number selects. `lr` is the learning rate if it is known."""
-        live, step = self._states.live, self._states.in_cycle(self._states.counter)
-        branches = [functools.partial(self._exchanged, stage, gradients, lr, only) for stage in live]
-        if len(live) == 1:
-            return branches[0]()
-        firsts = tf.constant([stage.first for stage in live[1:]], tf.int64)
-        return list(tf.switch_case(tf.reduce_sum(tf.cast(step >= firsts, tf.int32)), branches))
+        kinds = itertools.cycle(self._kinds)
+        return [None if kind is None else x for (_, kind), x in zip(kinds, merged, strict=False)]
 
     def _exchanged(
-        self, stage: Stage, gradients: Sequence[Gradient], lr: tf.Tensor | None, only: frozenset[int] | None
+        self,
+        stage: Stage,
+        gradients: Sequence[Gradient],
+        lr: tf.Tensor | None,
+        only: frozenset[int] | None,
+        resting: bool,
     ) -> list[Gradient]:
         exchange, transport = self._exchange, self._transport
+        follows = exchange.config.outer is not None and exchange.config.outer.follows_sent
         given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
         numbers = {name: number for number, name in enumerate(given)}
         plan, merged = stage.plan, dict[str, Gradient]()
@@ -203,30 +209,44 @@ class GraphStep:
             plan, merged = plan.only({name for name, i in numbers.items() if i in only}), dict(given)
         for item in plan.delegated:
             name, x = item.spec.name, given[item.spec.name]
+            if resting:
+                x = tf.zeros_like(x)
             if isinstance(x, tf.IndexedSlices):
                 stage.note({("rows", name): nbytes(x)})
             predivide, label = exchange.gradient_predivide_factor, f"dense.{numbers[name]}"
             merged[name] = transport.average(x, op=exchange.op, predivide=predivide, name=label)
+        counter, turns = self._states.counter, self._states.turns
+        # As many meetings as each tensor has had: random numbers follow from it.
+        number = counter // turns if turns > 1 else counter
         step = Step(
-            States([(0, plan)], self._states.counter, {name: stage.read_unit(name) for name in plan.stateful}),
+            States([(0, plan)], number, {name: stage.read_unit(name) for name in plan.stateful}),
             tensorflow_ops,
             transport,
             seed=exchange.config.seed,
             average=exchange.op == hvd.Average,
             rollback=exchange.config.rollback,
             track_norms=exchange.track_norms,
+            keeps_own=follows,
             times=exchange.times,
         )
         for item in plan.exchanged:
-            step.ready(item.spec.name, given[item.spec.name], lr)
+            if resting:
+                step.rest(item.spec.name, lr, alone=True)
+            else:
+                step.ready(item.spec.name, given[item.spec.name], lr)
         outcome = step.finish()
         merged.update(outcome.merged)
         stage.write(outcome.states.units)
         stage.note(outcome.notes)
-        self._states.go_to(outcome.states.step)
+        self._states.go_to(counter + 1)
         # A stage may be a branch of the graph.
         transport.end_turn()
-        return [merged[name] for name in given]
+        if not follows:
+            return [merged[name] for name in given]
+        # Where a memory feeds back what is dropped, control variates take what this rank has moved.
+        memories = {item.spec.name: item.memory for item in plan.assignments}
+        sent = {name: x for name, x in outcome.own.items() if keeps_nothing(memories[name]) or memories[name].pace}
+        return [merged[name] for name in given] + [sent.get(name, x) for name, x in given.items()]
 
 
 def _call(graph: Any, given: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import ConfigError
-from grace.core.session.outer_setup import rounds_of_states
+from grace.core.session.outer_setup import check_inner, rounds_of_states
 from grace.core.spec import TensorSpec
 from grace.core.transport.transport import Transport
 from grace.torch.steps import describe
@@ -36,12 +36,7 @@ class Beside:
         where: str,
     ) -> None:
         self._outer, self._optimizer, self._names = outer, optimizer, names
-        kind = describe(optimizer)
-        if outer.variates and (kind.adaptive or kind.momentum):
-            raise ConfigError(
-                f"{where}: control variates suppose that an inner step moves weights by learning rate times gradient, "
-                f"received {kind.name} with momentum {kind.momentum:g}; use SGD without, or leave variates out."
-            )
+        check_inner(outer, describe(optimizer), where)
         self._transport = transport
         self._buffers = buffers if outer.buffers != "local" else dict
         self._states: dict[str, tuple[torch.Tensor, str]] = {}

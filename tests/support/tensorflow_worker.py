@@ -20,6 +20,7 @@ _MODULES = [
     for name in (
         *("exchange", "half_sum", "checkpoint", "schedule", "timeline", "usage", "callback", "rare_usage", "refusal"),
         *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise", "elastic", "optim"),
+        "outer",
     )
 ]
 
@@ -30,8 +31,9 @@ def main() -> None:
     # Tracing makes objects by the hundred thousand, which the garbage collector would visit again and again.
     gc.set_threshold(100_000, 50, 100)
     world = rank.ranks()
-    # Horovod needs the process sets at its start: even ranks, odd ranks, and a number that is not a power of two.
-    members = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
+    # Horovod needs the process sets at its start: even ranks, odd ranks, and a number that is not a power of two. Of
+    # three ranks, two.
+    members = {3: [[0, 1]], 4: [[0, 2], [1, 3], [0, 2, 3]]}.get(world, [])
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)
     # Graphs and models of one scenario must neither fill the memory of the next nor number its layers.

@@ -297,6 +297,11 @@ class OuterSteps:
         return bool(self.alpha) or self.local_error or self.pairs or not self.optimizer.agrees
 
     @property
+    def follows_sent(self) -> bool:
+        """True if a rank must know what it has sent of its change."""
+        return self.variates or self.local_error
+
+    @property
     def is_plain_mean(self) -> bool:
         """True if all ranks contribute to all meetings, with equal weights."""
         return self.participation == 1 and not self.weight and not self.relevance

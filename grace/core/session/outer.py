@@ -18,7 +18,7 @@ from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.observe.announcement import tell_need
 from grace.core.ops.composites import ArrayOps
-from grace.core.outer.average import Average
+from grace.core.session.meeting import agreeing, meet, varied, with_variate
 from grace.core.session.occupied import Occupied
 from grace.core.session.outer_setup import LOSS, OWN, SENDERS, module_beside, modules_of
 from grace.core.spec import NO_STATE, Array, State, TensorSpec
@@ -33,7 +33,6 @@ Convert: TypeAlias = Callable[[Array, Array], Array]
 #: The memories of tensors.
 Memories: TypeAlias = Mapping[str, Memory]
 
-_MEAN = Average()
 NO_RATES: Mapping[str, float] = {}
 
 
@@ -100,7 +99,7 @@ class OuterRun:
         # A secret of this rank: what all ranks know could be subtracted again.
         self._secret = secrets.SystemRandom().getrandbits(128) if outer.noise else 0
         self._drawn = 0
-        run.keeps_own = outer.variates or outer.local_error
+        run.keeps_own = outer.follows_sent
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
         self._started = False
@@ -241,9 +240,7 @@ class OuterRun:
         for name, last in self.state.last.items():
             if name in changes:
                 ops = self._ops(name)
-                own = changes[name]
-                same = ((own > 0) & (last > 0)) | ((own < 0) & (last < 0)) | ((own == 0) & (last == 0))
-                equal += int(ops.sum(ops.cast(same, "int64")))
+                equal += int(agreeing(ops, changes[name], last))
                 number += self._specs[name].numel
         return equal / number if number else None
 
@@ -278,10 +275,10 @@ class OuterRun:
         for name, before in self.state.variates.items():
             rate = self.state.rates[name] if name in moved else 0.0
             if rate:
-                ops, dtype, memory = self._ops(name), self._specs[name].work_dtype, memories[name]
-                own, all_ = (sent if keeps_nothing(memory) or memory.pace else moved)[name], mean[name]
-                apart = ops.cast(ops.reshape(own, (-1,)), dtype) - ops.cast(ops.reshape(all_, (-1,)), dtype)
-                found[name] = ops.weighted_sum(before, 1 - memory.pace, apart, (memory.pace or 1) / rate)
+                ops, spec, memory = self._ops(name), self._specs[name], memories[name]
+                own = (sent if keeps_nothing(memory) or memory.pace else moved)[name]
+                kept, factor = 1 - memory.pace, (memory.pace or 1) / rate
+                found[name] = varied(ops, spec, before, own, mean[name], kept=kept, factor=factor)
         return found
 
     def variates(self) -> dict[str, Array]:
@@ -352,7 +349,11 @@ class OuterRun:
             if name not in anchors:
                 written[name] = change
                 continue
-            anchors[name], kept[name], own = self._meet(name, flight.sent, change, weights)
+            ops, spec, own = self._ops(name), self._specs[name], self._flat(name, weights)
+            warming = flight.sent <= self.outer.warmup
+            anchors[name], own, kept[name] = meet(
+                self.outer, ops, spec, anchors[name], change, own, kept[name], warming=warming
+            )
             if self.outer.local_error:
                 own = anchors[name] - (flight.changes[name] - self._ops(name).reshape(sent[name], (-1,)))
             written[name] = own
@@ -467,8 +468,7 @@ class OuterRun:
         change = state.anchors[name] - now
         if not (memory.pace and name in state.variates):
             return change
-        wide = ops.weighted_sum(ops.cast(change, self._specs[name].work_dtype), 1, state.variates[name], rate)
-        return ops.cast(wide, self._specs[name].dtype)
+        return with_variate(ops, self._specs[name], change, state.variates[name], rate)
 
     def _apart(self, weights: Mapping[str, Array]) -> dict[str, Array]:
         """Return how far weights are from those after the last meeting of this rank."""
@@ -479,18 +479,6 @@ class OuterRun:
         """Return the factor on this rank's contribution to the next meeting, if that is after an inner step."""
         transport = self._run.transport
         return self.outer.factor(step, self.state.rounds, transport.rank, transport.size, self._seed)
-
-    def _meet(self, name: str, sent: int, change: Array, weights: Mapping[str, Array]) -> tuple[Array, State, Array]:
-        """Return the anchor, the state and the weights of a tensor after a meeting whose changes were sent then."""
-        ops, spec, state = self._ops(name), self._specs[name], self.state
-        anchor, change = (ops.cast(x, spec.work_dtype) for x in (state.anchors[name], change))
-        optimizer = _MEAN if sent <= self.outer.warmup else self.outer.optimizer
-        new, kept = optimizer.step(ops, anchor, change, state.kept[name])
-        common = ops.cast(new, spec.dtype)
-        if sent <= self.outer.warmup or not self.outer.keeps_own:
-            return common, kept, common
-        own = ops.cast(self._flat(name, weights), spec.work_dtype)
-        return common, kept, ops.cast(self.outer.mixed(ops, anchor, new, own), spec.dtype)
 
     def _poll(self) -> None:
         """Start the exchange of the flight, and go on with its rounds that have arrived."""

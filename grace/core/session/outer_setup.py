@@ -8,6 +8,7 @@ from typing import Any
 from grace.core.communicators.pairs import Pairs
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.outer import OuterSteps
+from grace.core.config.recommended import Optimizer
 from grace.core.errors import ConfigError
 from grace.core.methods.memory import keeps_nothing
 from grace.core.plan.plan import Modules
@@ -111,6 +112,15 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
         raise ConfigError(
             f"{where}: with local_steps or outer, the residual already includes the learning rate, and {needing[0]} "
             "would correct it for the learning rate again; leave lr_correction out."
+        )
+
+
+def check_inner(outer: OuterSteps, used: Optimizer, where: str) -> None:
+    """Raise ConfigError if control variates do not go with the inner optimizer."""
+    if outer.variates and (used.adaptive or used.momentum):
+        raise ConfigError(
+            f"{where}: control variates suppose that an inner step moves weights by learning rate times gradient, "
+            f"received {used.name} with momentum {used.momentum:g}; use SGD without, or leave variates out."
         )
 
 

@@ -422,10 +422,12 @@ def tf_outer_noise() -> dict[str, Any]:
 
 def tf_outer_refusals() -> list[str]:
     """Wrap with what a graph or a tape cannot do; return the errors."""
+    taken = keras.optimizers.SGD()
+    taken.apply([tf.constant([1.0])], [tf.Variable([1.0])])
     return [
-        error_of(lambda: wrap(FIRST, outer={"every": 4, "state": "reset"})),
-        error_of(lambda: wrap(FIRST, outer={"every": 4, "participation": 0.5})),
-        error_of(lambda: wrap({"compressor": "none"}, outer={"every": 4, "pairs": True})),
+        error_of(lambda: wrap(FIRST, keras.optimizers.Nadam(), outer={"every": 4, "state": "reset"})),
+        error_of(lambda: wrap(FIRST, taken, outer={"every": 4, "state": "reset"})),
+        error_of(lambda: wrap({"compressor": "none"}, keras.optimizers.Adam(), outer={"every": 4, "variates": True})),
         error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
         error_of(lambda: DistributedGradientTape(tf.GradientTape(), config={**FIRST, "outer": "diloco"})),
     ]

@@ -1,0 +1,59 @@
+"""Formulas of a meeting of outer steps for one tensor, on arrays of any framework, eager or in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core.config.outer import OuterSteps
+from grace.core.ops.composites import ArrayOps
+from grace.core.spec import Array, State, TensorSpec
+
+
+def meet(
+    outer: OuterSteps,
+    ops: ArrayOps,
+    spec: TensorSpec,
+    anchor: Array,
+    change: Array,
+    own: Array,
+    kept: State,
+    *,
+    warming: Any,
+) -> tuple[Array, Array, State]:
+    """Return the weights of all ranks after a meeting, those of this rank, and the state of the outer optimizer.
+
+    All arrays are flat. `anchor` has the weights after the last meeting, `change` the mean over the ranks of (anchor -
+    weights), `own` the weights of this rank now, and `kept` the state of the outer optimizer. While `warming`, a bool
+    or a 0-d condition, the ranks take the mean.
+    """
+    anchor, change = ops.cast(anchor, spec.work_dtype), ops.cast(change, spec.work_dtype)
+
+    def mean() -> list[Array]:
+        return [anchor - change, anchor - change, *kept.values()]
+
+    def step() -> list[Array]:
+        new, after = outer.optimizer.step(ops, anchor, change, kept)
+        mixed = outer.mixed(ops, anchor, new, ops.cast(own, spec.work_dtype)) if outer.keeps_own else new
+        return [new, mixed, *(after[key] for key in kept)]
+
+    common, mixed, *states = ops.choose(warming, mean, step) if outer.warmup else step()
+    return ops.cast(common, spec.dtype), ops.cast(mixed, spec.dtype), dict(zip(kept, states, strict=True))
+
+
+def agreeing(ops: ArrayOps, change: Array, last: Array) -> Array:
+    """Return how many elements of a change have the signs of the last mean change, as a 0-d int64 array."""
+    same = ((change > 0) & (last > 0)) | ((change < 0) & (last < 0)) | ((change == 0) & (last == 0))
+    return ops.sum(ops.cast(same, "int64"))
+
+
+def with_variate(ops: ArrayOps, spec: TensorSpec, change: Array, variate: Array, rate: Any) -> Array:
+    """Return what gradients alone would have moved: change + h * (sum of the learning rates)."""
+    return ops.cast(ops.weighted_sum(ops.cast(change, spec.work_dtype), 1, variate, rate), spec.dtype)
+
+
+def varied(
+    ops: ArrayOps, spec: TensorSpec, variate: Array, change: Array, mean: Array, *, kept: Any, factor: Any
+) -> Array:
+    """Return the next control variate, kept * h + factor * (change of this rank - mean change)."""
+    own, of_all = (ops.cast(ops.reshape(x, (-1,)), spec.work_dtype) for x in (change, mean))
+    return ops.weighted_sum(variate, kept, own - of_all, factor)

@@ -1,0 +1,152 @@
+"""Scenarios of a Keras optimizer with outer steps beside a simulation of all ranks, run by each rank."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import grace
+from tests.adapters.tensorflow.model import PROCESS_SETS, wrap
+from tests.adapters.tensorflow.outer_cases import CASES, NONE
+from tests.support.covering import ALL
+
+SHAPES = {"w": (6, 5), "b": (5,), "c": (4, 3)}
+# A power of two, with which inner steps round once in any order of operations.
+LR, STEPS = 0.125, 13
+
+
+def drawn(rank: int, step: int) -> dict[str, np.ndarray]:
+    """Return gradients of few bits, which differ between ranks."""
+    rng = np.random.default_rng([rank, step])
+    return {name: (rng.integers(-8, 12, shape) / 16).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+class Kept:
+    """Variables and their optimizer, whose steps are a graph."""
+
+    def __init__(self, start: dict[str, np.ndarray], optimizer: Any) -> None:
+        self.variables = [tf.Variable(x, name=name) for name, x in start.items()]
+        self.optimizer = optimizer
+        optimizer.build(self.variables)
+        self._apply = tf.function(lambda *grads: optimizer.apply(list(grads), self.variables))
+
+    def step(self, rank: int, number: int) -> dict[str, np.ndarray]:
+        """Take an inner step with the gradients of a rank; return the weights."""
+        self._apply(*map(tf.constant, drawn(rank, number).values()))
+        return self.weights()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: v.numpy() for name, v in zip(SHAPES, self.variables, strict=True)}
+
+    def checkpoint(self) -> tf.train.Checkpoint:
+        return tf.train.Checkpoint(variables=self.variables, optimizer=self.optimizer)
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return all(a[name].tobytes() == b[name].tobytes() for name in SHAPES)
+
+
+def tf_outer_bits(name: str) -> dict[str, Any]:
+    """Compare the weights after each step with those of a simulation, on all ranks and on the first two."""
+    sets = [PROCESS_SETS[0]] if "dense_every" in CASES[name][1] else [hvd.global_process_set, PROCESS_SETS[0]]
+    return {str(len(mine.ranks)): _bits(name, mine) for mine in sets if mine.included()}
+
+
+def _bits(name: str, mine: Any) -> dict[str, Any]:
+    (config, outer), rank, size = CASES[name], mine.rank(), len(mine.ranks)
+    if outer.get("weight"):
+        outer = {**outer, "weight": [1.0, 3.0, 2.0][:size]}
+    start = {key: np.full(shape, 0.5, np.float32) + drawn(9, 9)[key] for key, shape in SHAPES.items()}
+
+    def made() -> Kept:
+        return Kept(start, wrap(config, keras.optimizers.SGD(LR), outer=outer, process_set=mine))
+
+    kept, sim = made(), grace.Simulation(size, [grace.TensorSpec(*x) for x in SHAPES.items()], config, outer=outer)
+    sim.begin(start)
+    weights, equal, after = [start] * size, [], []
+    resumed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(STEPS):
+            moved = []
+            for each, own in enumerate(weights):
+                variates = sim.variates(each) if outer.get("variates") else dict.fromkeys(SHAPES, np.float32(0))
+                grads = drawn(each, step)
+                moved.append({key: x - np.float32(LR) * (grads[key] - variates[key]) for key, x in own.items()})
+            weights = sim.step(moved, lr=LR)
+            after.append(kept.step(rank, step))
+            equal.append(same(after[-1], weights[rank]))
+            if step == 6 and ALL:
+                path = kept.checkpoint().write(f"{folder}/kept")
+                again = made()
+                again.checkpoint().read(path).assert_consumed()
+        if ALL:
+            resumed = [same(again.step(rank, step), after[step]) for step in range(7, STEPS)]
+    common = kept.optimizer.grace.common_weights()
+    expected = sim.common_weights()
+    return {
+        "equal": equal,
+        "resumed": resumed,
+        "common": same({key: x.numpy() for key, x in common.items()}, expected),
+        "rounds": sim.stats()["outer"]["rounds"],
+    }
+
+
+RESETS = {
+    "momentum": (lambda: keras.optimizers.SGD(LR, 0.5), {"every": 3}),
+    "Adam": (lambda: keras.optimizers.Adam(LR), {"every": 4, "fragments": 2, "delay": 1}),
+    "Adagrad": (lambda: keras.optimizers.Adagrad(LR), {"every": 2, "warmup": 2}),
+}
+
+
+def tf_outer_resets(name: str) -> list[float]:
+    """Compare with new optimizers for what has met; return how far weights are apart after each step."""
+    make, outer = RESETS[name]
+    start = drawn(9, 9)
+    kept = Kept(start, wrap(NONE, make(), outer={**outer, "state": "reset"}))
+    sim = grace.Simulation(hvd.size(), [grace.TensorSpec(*x) for x in SHAPES.items()], NONE, outer=outer)
+    sim.begin(start)
+    variables = [{key: tf.Variable(x) for key, x in start.items()} for _ in range(hvd.size())]
+    inner = [{key: make() for key in SHAPES} for _ in variables]
+    parts, settings, apart = sim.config.outer.divide(sim._specs), sim.config.outer, []
+    for step in range(STEPS):
+        for rank, mine in enumerate(variables):
+            for key, g in drawn(rank, step).items():
+                inner[rank][key].apply([tf.constant(g)], [mine[key]])
+        met = sim.step([{key: v.numpy() for key, v in mine.items()} for mine in variables])
+        again = [key for i, part in enumerate(parts) if settings.lands(step + 1, i) for key in part]
+        for rank, mine in enumerate(variables):
+            for key, v in mine.items():
+                v.assign(met[rank][key])
+            inner[rank] |= {key: make() for key in again}
+        weights, mine = kept.step(hvd.rank(), step), variables[hvd.rank()]
+        apart.append(max(float(np.abs(weights[key] - mine[key].numpy()).max()) for key in SHAPES))
+    return apart
+
+
+def tf_outer_variates_of_others() -> dict[str, Any]:
+    """Load what another rank has saved; return the sums of the control variates of both runs, before and after."""
+    config, outer = CASES["variates"]
+
+    def made() -> Kept:
+        return Kept(drawn(9, 9), wrap(config, keras.optimizers.SGD(LR), outer=outer))
+
+    def held(kept: Kept) -> float:
+        return float(sum(np.abs(v.numpy()).sum() for v in kept.optimizer._outer._variates))
+
+    kept, again = made(), made()
+    for step in range(5):
+        kept.step(hvd.rank(), step)
+    with tempfile.TemporaryDirectory() as folder:
+        path = kept.checkpoint().write(f"{folder}/kept")
+        again.checkpoint().read(path).assert_consumed()
+    again.optimizer.grace.run.origin.assign([1 - hvd.rank(), hvd.size()])
+    loaded = held(again)
+    again.step(hvd.rank(), 5)
+    moved = held(kept)
+    kept.optimizer._outer.moved()
+    return {"before": [moved, loaded], "after": [held(kept), held(again)]}

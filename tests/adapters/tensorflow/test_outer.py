@@ -1,0 +1,43 @@
+"""Outer steps of Keras' optimizers, which are those of a simulation bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adapters.tensorflow.outer_cases import CASES
+from tests.support.covering import ALL, rest_slow
+from tests.support.launch import TENSORFLOW, Launch
+from tests.support.ranks import on, scenario
+
+pytestmark = pytest.mark.distributed
+
+THREE = Launch(TENSORFLOW, "horovodrun-gloo", 3)
+
+
+@on(THREE)
+@pytest.mark.parametrize("name", rest_slow([*CASES], 2))
+def test_outer_steps_in_graphs_have_the_bits_of_a_simulation(launch, name):
+    ranks = scenario("tf_outer_bits", launch, name)
+    sizes = ["2"] if "dense_every" in CASES[name][1] else ["2", "3"]
+    assert [sorted(rank) for rank in ranks] == [sizes, sizes, sizes[1:]]
+    for found in (each for rank in ranks for each in rank.values()):
+        assert found["equal"] == [True] * 13, found
+        assert found["resumed"] == [True] * (6 if ALL else 0), found
+        assert found["common"]
+        assert found["rounds"] >= 4
+
+
+@on(Launch(TENSORFLOW, "horovodrun-gloo", 2))
+@pytest.mark.parametrize("name", rest_slow(["Adam", "momentum", "Adagrad"], 1))
+def test_states_that_are_reset_are_those_of_a_new_optimizer(launch, name):
+    for apart in scenario("tf_outer_resets", launch, name):
+        assert max(apart) < 1e-6, apart
+
+
+@pytest.mark.slow
+@on(Launch(TENSORFLOW, "horovodrun-gloo", 2))
+def test_control_variates_of_other_ranks_are_forgotten(launch):
+    for rank in scenario("tf_outer_variates_of_others", launch):
+        moved, loaded = rank["before"]
+        assert moved == loaded > 0.1
+        assert rank["after"] == [0.0, 0.0]
