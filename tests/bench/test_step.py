@@ -97,7 +97,7 @@ def present():
 @pytest.mark.slow
 def test_launchers(tmp_path):
     path = tmp_path / "step.json"
-    launchers = ["torch", "torch-module", "torch-optimizer", "torch-fsdp-zero2"]
+    launchers = ["torch", "torch-module", "torch-optimizer", "torch-fsdp-zero2", "torch-one-bit-adam"]
     given = ["--launcher", *launchers, "--baselines", "ddp-fp16,fsdp,fsdp-zero2", "--compressors", "topk"]
     short = ["--link", "none", "--model", "resnet", "--rounds", "1", "--steps", "2"]
     output, _ = finished(*given, *short, "--json", str(path), cwd=tmp_path)
@@ -110,8 +110,8 @@ def test_launchers(tmp_path):
     for result in results:
         assert result["speedup_over_ddp"] == results[1]["median_s"] / result["median_s"]
         assert result["cycle_time_ms"] is None
-    of_hook, of_module, of_optimizer, of_shards = (result["reported_bytes"] for result in results[5:])
-    assert 0 < of_hook == of_module == of_optimizer < 0.1 * 4 * 269_722
+    of_hook, of_module, of_optimizer, of_shards, of_momenta = (result["reported_bytes"] for result in results[5:])
+    assert 0 < of_hook == of_module == of_optimizer == of_momenta < 0.1 * 4 * 269_722
     assert 0 < of_shards < 0.1 * 4 * 269_722
 
 

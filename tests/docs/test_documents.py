@@ -141,7 +141,7 @@ def test_the_configuration_of_a_paper_takes_a_step(paper, tmp_path):
 
 def test_the_table_of_papers_has_them_all():
     expected = "DoubleSqueeze, dist-EF-SGD, DORE, 1-bit Adam, STC, Ok-Topk, SparCML, gTop-k, HiTopKComm, ZeRO++, EF21, "
-    expected += "LAG, LAQ, CLAG, LE-SignGD, AdaCGD, EC-SGD-DIANA, MARINA, QSVRG, VR-DIANA, EC-LSVRG, EF21-SGDM, "
+    expected += "LAG, LAQ, CLAG, LE-SignGD, AQG, AdaCGD, EC-SGD-DIANA, MARINA, QSVRG, VR-DIANA, EC-LSVRG, EF21-SGDM, "
     expected += "dist-EF-blockSGD, GMC, ECQ-SGD, LoCo, SEGA, FedZip, C-Coll, parameter server, Optimus-CC, Byz-EF21, "
     expected += "coordinate-wise median, trimmed mean, IBCD"
     assert list(papers()) == expected.split(", ")

@@ -1,4 +1,4 @@
-"""Lazily aggregated gradients (LAG, LAQ, CLAG): the memory `ef21` with `lazy`."""
+"""Lazily aggregated gradients (LAG, LAQ, CLAG, AQG, AdaCGD): the memory `ef21` with `lazy`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ EXACT = {"compressor": {"name": "threshold", "threshold": 0.0}, "coding": {"indi
 QUANTIZED = {"compressor": {"name": "blockwise", "format": "int8", "bucket_size": 0}, "coding": "smallest"}
 SPARSE = {"compressor": {"name": "sidco", "compress_ratio": 0.1}}
 SIGNS = {"compressor": "efsignsgd", "coding": "smallest"}
+# AQG's most bits, and a method that sends 2^(BITS - 1) levels on each side of zero as they are.
+BITS = 7
+ADAPTIVE = {
+    "compressor": {"name": "qsgd", "quantum_num": 2 ** (BITS - 1), "bucket_size": 0},
+    "coding": "rans",
+    "memory": {"name": "ef21", "lazy": XI, "bits": BITS},
+}
 # AdaCGD's factor and levels.
 ZETA, LEVELS = 0.9, (0.2, 0.5, 0.8)
 STEPPED = {"name": "ef21", "lazy": ZETA, "levels": LEVELS}
@@ -111,6 +118,55 @@ def test_it_converges_as_gradient_descent_with_fewer_bytes(config):
     assert uploads[0] < 0.6 * uploads[-1]
 
 
+def adaptive(gradients):
+    """Yield AQG's results, and the bits of each rank: the fewest whose error LAG's trigger lets a silent rank make."""
+    held, norms = None, []
+    for given in gradients:
+        held = np.zeros_like(given) if held is None else held
+        allowed, chosen = XI * sum(norms[-10:]), []
+        for rank, x in enumerate(given - held):
+            largest = np.abs(x).max()
+            for bits in range(BITS + 1):
+                levels = 2.0 ** (bits - 1)
+                kept = np.rint(x / largest * levels) * largest / levels if bits else 0 * x
+                if np.sum((x - kept) ** 2) <= allowed:
+                    break
+            held[rank] += kept
+            chosen.append(bits)
+        result = held.mean(axis=0)
+        norms.append(np.sum(result**2))
+        yield result, chosen
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_bits_change_from_step_to_step(ranks):
+    simulation, again = started(ranks, **ADAPTIVE), started(ranks, **ADAPTIVE)
+    _, sent, merged = descend(simulation, 60, again=again)
+    bits, largest = [], np.abs(merged[0][1]).max()
+    for (_, result), (expected, chosen), nbytes in zip(
+        merged, adaptive([given for given, _ in merged]), sent, strict=True
+    ):
+        # Elements in the middle of two levels may differ.
+        assert np.isclose(result, expected, rtol=0, atol=2e-3 * largest).mean() > 0.98
+        # Of b bits, there are 2^b + 1 levels.
+        assert all(nbytes <= N * np.log2(2.0**b + 1) / 8 + 150 for b, nbytes in zip(chosen, nbytes, strict=True))
+        bits.append(chosen)
+    assert bits[0] == [BITS] * ranks
+    assert {0, 1, 2, BITS} <= {b for chosen in bits for b in chosen}
+    assert max(map(len, map(set, bits))) > 1
+
+
+def test_fewer_bits_converge_as_gradient_descent():
+    distances, sent, _ = descend(started(4, **ADAPTIVE), 120)
+    _, all_sent, _ = descend(started(4, **{**ADAPTIVE, "memory": {"name": "ef21", "lazy": XI}}), 120)
+    eager, *_ = descend(started(4, **{**ADAPTIVE, "memory": "ef21"}), 120)
+    assert eager[-1] < 1e-2
+    assert distances[-1] < 2 * eager[-1]
+    silent = sent.min()
+    assert silent == all_sent.min()
+    assert (sent - silent).sum() < 0.7 * (all_sent - silent).sum()
+
+
 class Ladder:
     """AdaCGD's three-point compressor on each rank, with the largest elements as levels."""
 
@@ -175,14 +231,21 @@ def test_levels_must_ascend(options):
         grace.make_config(compressor="topk", memory={"name": "ef21", **options})
 
 
+@pytest.mark.parametrize("options", [{"bits": 4}, {"lazy": 0.1, "bits": 16}, {"lazy": 0.1, "bits": 4, "levels": [0.2]}])
+def test_bits_need_a_rule(options):
+    with pytest.raises(grace.errors.ConfigError, match=r"bits, the most bits of an element, must lie in 0 to 15"):
+        grace.make_config(compressor="qsgd", memory={"name": "ef21", **options})
+
+
 @pytest.mark.parametrize("lazy", [-0.1, 1.0])
 def test_a_factor_that_never_lets_a_rank_speak_is_refused(lazy):
     with pytest.raises(grace.errors.ConfigError, match=r"lazy, the factor of the latest squared norms"):
         grace.make_config(compressor="topk", memory={"name": "ef21", "lazy": lazy})
 
 
-def test_nan_is_no_silence():
-    simulation = started(3, **QUANTIZED)
+@pytest.mark.parametrize("config", [QUANTIZED, ADAPTIVE], ids=["LAQ", "AQG"])
+def test_nan_is_no_silence(config):
+    simulation = started(3, **config)
     x = np.ones(N, np.float32)
     simulation.step([{"w": x}] * 3)
     assert np.isnan(simulation.step([{"w": x}, {"w": x * np.nan}, {"w": x}])[0]["w"]).all()

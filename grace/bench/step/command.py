@@ -73,7 +73,7 @@ def add_step(commands: Any) -> None:
     baseline = add("--baselines", nargs="+", metavar="NAME", help=f"{names} (default: the plain one of the launcher)")
     launchers = (
         "how grace is used: torch (register with DDP), torch-module (register with a plain model), torch-optimizer "
-        "(DistributedOptimizer over torch.distributed), "
+        "(DistributedOptimizer over torch.distributed), torch-one-bit-adam (OneBitAdam after its warm-up), "
         "torch-fsdp (register with FSDP2), torch-fsdp-zero2 (the same with reshard_after_forward=False), horovod "
         "(DistributedOptimizer over Horovod); the first one decides which baseline is compared with "
     )

@@ -33,13 +33,15 @@ class Launcher:
     reference: str
 
 
-# By `DistributedOptimizer` over Horovod, `register` with DDP and with a plain model, `DistributedOptimizer` over
-# torch.distributed, and `register` with FSDP2, which gathers the parameters for each pass or only once a step.
+# By `DistributedOptimizer` over Horovod, `register` with DDP and with a plain model, `DistributedOptimizer` and
+# `OneBitAdam` after its warm-up over torch.distributed, and `register` with FSDP2, which gathers the parameters for
+# each pass or only once a step.
 LAUNCHERS = {
     "horovod": Launcher("horovod", "horovod"),
     "torch": Launcher("torch", "ddp"),
     "torch-module": Launcher("torch", "ddp"),
     "torch-optimizer": Launcher("torch", "ddp"),
+    "torch-one-bit-adam": Launcher("torch", "ddp"),
     "torch-fsdp": Launcher("torch", "fsdp"),
     "torch-fsdp-zero2": Launcher("torch", "fsdp-zero2"),
 }

@@ -118,6 +118,12 @@ class TorchSide:
                 _sgd(model), named_parameters=named, config=config, backend="torch"
             )
             return _Step(model, wrapped, model.loss, wrapped.grace, self._size)
+        if method not in BASELINES and launcher == "torch-one-bit-adam":
+            from grace.torch.optim import OneBitAdam
+
+            # The warm-up is over before a step is timed.
+            adam = OneBitAdam(model.named_parameters(), 0.001, config=config, freeze_step=1, backend="torch")
+            return _Step(model, adam, model.loss, adam.grace, self._size)
         reference = method if method in BASELINES else LAUNCHERS[launcher].reference
         sharded = reference.startswith("fsdp")
         parallel = self._sharded(model, reference) if sharded else self._replicated(model, method)

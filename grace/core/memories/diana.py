@@ -15,6 +15,8 @@ from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec
 
+# Levels of 2^(bits - 1) on each side of zero, which `qsgd` can send.
+_MOST_BITS = 15
 # So many results tell a lazy rank what is new, as in the papers.
 _LATEST = 10
 
@@ -127,7 +129,17 @@ class Diana(_Shifted):
         return (at.ops.copy(state["mean_shift"]) if self.damped else result), state
 
 
-@memories.register("ef21", About(tests=[{"momentum": 0.5}, {"lazy": 0.1}, {"lazy": 0.1, "levels": [0.1, 0.5]}]))
+@memories.register(
+    "ef21",
+    About(
+        tests=[
+            {"momentum": 0.5},
+            {"lazy": 0.1},
+            {"lazy": 0.1, "levels": [0.1, 0.5]},
+            {"lazy": 0.1, "bits": 4},
+        ]
+    ),
+)
 @dataclass(frozen=True)
 class EF21(_Shifted):
     r"""Gradient as the other ranks know it: compresses what it lacks. For contractions, such as topk.
@@ -147,6 +159,10 @@ class EF21(_Shifted):
     rank's gradient of the step before, and else the largest share. C should send what is not zero as it is. It takes
     one more buffer, and a sort.
 
+    With `bits` B, C gets x_i rounded to multiples of max|x_i| / 2^(b-1), with the fewest bits b <= B whose error is at
+    most what a silent rank may leave out, and else with B (AQG). So silence is the case of no bits. C should send these
+    multiples as they are, and a `coding` makes them short.
+
     It is the memory `diana` with `alpha` = 1. No bound on how much the gradients of the ranks differ is needed. An
     unbiased method that is no contraction lets h_i grow: use `diana` with a small alpha. The memory takes two buffers
     of the gradient's size.
@@ -155,12 +171,14 @@ class EF21(_Shifted):
     error feedback", NeurIPS 2021, Algorithm 2; momentum: Fatkhullin, Tyurin and Richtarik, "Momentum provably improves
     error feedback!", NeurIPS 2023, Algorithm 1; lazy: Chen, Giannakis, Sun and Yin, "LAG: lazily aggregated gradient
     for communication-efficient distributed learning", NeurIPS 2018, equation 7a; levels: Makarenko et al., "Adaptive
-    compression for communication-efficient distributed training", TMLR 2023.
+    compression for communication-efficient distributed training", TMLR 2023; bits: Mao et al., "Communication-efficient
+    federated learning with adaptive quantization", ACM TIST 2022, here with the rule of LAG in place of its own.
     """
 
     momentum: float = 0.0
     lazy: float = 0.0
     levels: tuple[float, ...] = ()
+    bits: int = 0
 
     share = 1.0
 
@@ -177,6 +195,11 @@ class EF21(_Shifted):
             raise ConfigError(
                 "memory ef21: levels are shares of the elements, above 0 and at most 1, in ascending order, and need "
                 f"lazy above 0; received levels = {list(self.levels)} and lazy = {self.lazy!r}."
+            )
+        if not 0 <= self.bits <= _MOST_BITS or (self.bits and (self.levels or not self.lazy)):
+            raise ConfigError(
+                f"memory ef21: bits, the most bits of an element, must lie in 0 to {_MOST_BITS}, and need lazy above 0 "
+                f"and no levels; received bits = {self.bits!r}, lazy = {self.lazy!r} and levels = {list(self.levels)}."
             )
 
     @cached_property
@@ -201,9 +224,10 @@ class EF21(_Shifted):
             x = self._fewest(x, self.lazy * moved * moved, at)
             state = {**state, "last_gradient": ops.copy(grad)}
         elif self.lazy:
-            norm, news = wide_norm(ops, x), x
+            norm, allowed = wide_norm(ops, x), self.lazy * ops.sum(state["squared_norms"])
+            news = self._coarsest(x, allowed, at) if self.bits else x
             # False for NaN, which must go on to the check.
-            silent = norm * norm <= self.lazy * ops.sum(state["squared_norms"])
+            silent = norm * norm <= allowed
             x = ops.choose(silent, lambda: ops.zeros(at.spec.numel, at.spec.work_dtype), lambda: news)
         return Compensated(x, state, finite)
 
@@ -225,6 +249,20 @@ class EF21(_Shifted):
         kept = ops.where(ops.abs(x) < least, zero, x)
         # Infinity is no silence either.
         return ops.choose(ops.sum(wide * wide) < allowed, lambda: zero, lambda: kept)
+
+    def _coarsest(self, x: Array, allowed: Array, at: Site) -> Array:
+        """Return x rounded with the fewest bits whose squared error is allowed, or with `bits`."""
+        ops, kept = at.ops, x
+        if not at.spec.numel:
+            return x
+        largest = ops.flat_max_abs(x)
+        for bits in range(self.bits, 0, -1):
+            levels = 1 << bits - 1
+            rounded = ops.dequantize(ops.quantize(x, largest, levels, None), largest, levels, at.spec.work_dtype)
+            lost = wide_norm(ops, ops.weighted_sum(x, 1, rounded, -1))
+            kept = rounded if bits == self.bits else ops.where(lost * lost <= allowed, rounded, kept)
+        # NaN and infinity must go on to the check.
+        return ops.where(largest - largest == 0, kept, x)
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         ops, (result, state) = at.ops, super().finish(merged, state, at)
