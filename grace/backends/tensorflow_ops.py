@@ -247,6 +247,13 @@ class TensorflowOps(ArrayOps):
         # In a graph, tf.cond takes no Python bool.
         return super().choose(condition, a, b) if isinstance(condition, bool) else tf.cond(condition, a, b)
 
+    def computed(self, function: Callable[[int], int], x: Any) -> Any:
+        if not isinstance(x, tf.Tensor):
+            return super().computed(function, x)
+        found = tf.numpy_function(lambda n: np.int32(function(int(n))), [x], tf.int32)
+        found.set_shape([])
+        return found
+
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
         return tf.while_loop(condition, lambda v: (body(v),), (x,))[0]
 

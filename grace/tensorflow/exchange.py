@@ -241,7 +241,8 @@ class Exchange(core.Exchange, tf.Module):
 
     def _delegated(self, item: Assignment) -> bool:
         """Return whether Horovod reduces the tensor: it can add the dtype of a dense one, and gather rows."""
-        dense = item.dense and item.spec.dtype != "bfloat16" and not item.spec.complex
+        paired = self.config.outer is not None and self.config.outer.pairs
+        dense = item.dense and item.spec.dtype != "bfloat16" and not item.spec.complex and not paired
         return dense or item.spec.name in self._rows
 
     def _merge(self, run: VariableRun, states: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -547,13 +548,10 @@ class Exchange(core.Exchange, tf.Module):
         assert self._step is not None
         return self._step.everywhere(condition)
 
-    def means(self, tensors: Sequence[tf.Tensor], label: str, *, of_first: bool = False) -> list[tf.Tensor]:
-        """Return uncompressed means over all ranks, or the values of the first. All ranks must call it after `filled`.
-
-        `label` begins the names of the collectives.
-        """
+    def means(self, tensors: Sequence[tf.Tensor], label: str, **options: Any) -> list[tf.Tensor]:
+        """Return uncompressed means; see `GraphStep.means`. Call it after `filled`."""
         assert self._step is not None
-        return self._step.means(tensors, label, of_first=of_first)
+        return self._step.means(tensors, label, **options)
 
     def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool = True) -> list[tf.Tensor]:
         """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `filled`."""

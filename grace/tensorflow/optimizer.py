@@ -302,8 +302,11 @@ class OptimizerExchange(Exchange):
         return super().move()
 
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
-        # With outer steps, the weights of a rank are its own between two exchanges.
-        return super()._equal_variables() if self.config.outer is None else self._optimizer._outer.anchors
+        # With outer steps, the weights of a rank are its own between two exchanges, and with pairs always.
+        if self.config.outer is None:
+            return super()._equal_variables()
+        anchors = self._optimizer._outer.anchors
+        return [None] * len(anchors) if self.config.outer.pairs else anchors
 
 
 class Exchanges:

@@ -27,11 +27,6 @@ MakeVariable = Callable[[str, tf.Tensor], tf.Variable]
 
 def check_states(outer: OuterSteps, optimizer: Any, where: str) -> None:
     """Raise ConfigError if the states of a Keras optimizer should start again, and cannot."""
-    if outer.pairs:
-        raise ConfigError(
-            f"{where}: a TensorFlow graph exchanges with all ranks, so pairs are not supported, received {outer}; "
-            "leave them out."
-        )
     if outer.state != "reset":
         return
     shared = {kind.__name__ for kind in type(optimizer).__mro__} & {"Nadam", "ScheduleFreeAdamW"}
@@ -90,7 +85,8 @@ class OuterVariables:
             for i, (spec, v) in enumerate(zip(specs, variables, strict=True))
         ]
         # The inner step of the last meeting, and the number of meetings, if the next ones depend on them.
-        counts = outer.adapt or any(n > 1 for n in rounds.values()) or outer.participation < 1 or outer.relevance
+        drawn = outer.participation < 1 or outer.pairs
+        counts = outer.adapt or any(n > 1 for n in rounds.values()) or drawn or outer.relevance
         self._met, self._rounds = (
             [make_variable(f"outer_{name}", tf.zeros([], tf.int64)) for name in ("met_at", "rounds")]
             if counts
@@ -157,8 +153,17 @@ class OuterVariables:
 
             met = just_met & exact if not outer.local_error else tf.constant(False)
             tf.cond((taken == 0) | met, always(read), never)
-        if self._variates:
-            tf.cond(exchange.run.is_foreign(exchange.rank, exchange.size), always(self.moved), never)
+        if self._variates or outer.pairs:
+            tf.cond(exchange.run.is_foreign(exchange.rank, exchange.size), always(self._loaded_another), never)
+
+    def _loaded_another(self) -> None:
+        """Go on with what another rank has saved, or one of other ranks."""
+        told = (
+            "StateError: checkpoint: with pairs, each rank goes on from weights of its own, expected what it has saved "
+            "among as many ranks, received what another one has; load one checkpoint per rank."
+        )
+        tf.debugging.Assert(not self.outer.pairs, [told])
+        self.moved()
 
     def corrected(self, gradients: Sequence[Any], places: Sequence[int], lr: tf.Tensor) -> list[Any]:
         """Return gradients of an inner step less the control variates, and note its learning rate."""
@@ -188,6 +193,9 @@ class OuterVariables:
         whole = tf.cond(warming, lambda: norm(everything), lambda: tf.constant(0.0, tf.float64)) if clips else None
 
         def changes(members: Sequence[int]) -> list[tf.Tensor]:
+            if outer.pairs:
+                # The two of a pair do not move from the same weights.
+                return [variables[i].read_value() for i in members]
             moved = [self.anchors[i] - variables[i] for i in members]
             return self._private(moved, members, tf.where(warming, whole, norm(members))) if clips else moved
 
@@ -206,6 +214,8 @@ class OuterVariables:
                 share = self._share_of_senders(moved, warming, exchange)
             found, own = exchange.meet(dict(zip(members, moved, strict=True)), share.factor)
             merged = share.rescaled(found)
+            if outer.pairs:
+                merged = [self.anchors[i] - x for i, x in zip(members, merged, strict=True)]
             for i, change, mean, sent in zip(members, moved, merged, own or moved, strict=True):
                 self._meet(i, variables[i], change, tf.convert_to_tensor(mean), sent, warming)
                 if self._last:
@@ -221,9 +231,11 @@ class OuterVariables:
                 self._rounds.assign_add(1)
             for rounds in sorted({rounds for _, rounds in self._states}):
                 now = tf.constant(True) if rounds == 1 else self._rounds % rounds == 0
-                due = [v for v, n in self._states if n == rounds]
-                tf.cond(now, always(functools.partial(share.average, due, exchange, f"state.{rounds}")), never)
-            share.average(exchange.buffers, exchange, "buffer", of_first=outer.buffers == "first")
+                due, label = [v for v, n in self._states if n == rounds], f"state.{rounds}"
+                pairing = self._rounds // rounds - 1 if outer.pairs else None
+                tf.cond(now, always(functools.partial(share.average, due, exchange, label, pairing=pairing)), never)
+            pairing = self._rounds - 1 if outer.pairs else None
+            share.average(exchange.buffers, exchange, "buffer", of_first=outer.buffers == "first", pairing=pairing)
             if self._losses:
                 self._follow(share, exchange)
 
@@ -366,16 +378,14 @@ class Share(NamedTuple):
     senders: tf.Tensor | None = None
 
     def means(
-        self, tensors: Sequence[tf.Tensor], exchange: OptimizerExchange, label: str, *, of_first: bool = False
+        self, tensors: Sequence[tf.Tensor], exchange: OptimizerExchange, label: str, **options: Any
     ) -> list[tf.Tensor]:
-        """Return uncompressed means over the ranks that contribute; `label` begins the names of the collectives."""
-        return self.rescaled(exchange.means(weighed(tensors, self.factor), label, of_first=of_first))
+        """Return uncompressed means over the ranks that contribute; see `GraphStep.means`."""
+        return self.rescaled(exchange.means(weighed(tensors, self.factor), label, **options))
 
-    def average(
-        self, kept: Sequence[tf.Variable], exchange: OptimizerExchange, label: str, *, of_first: bool = False
-    ) -> None:
+    def average(self, kept: Sequence[tf.Variable], exchange: OptimizerExchange, label: str, **options: Any) -> None:
         """Write these means to the variables that they are of."""
-        found = self.means([v.read_value() for v in kept], exchange, label, of_first=of_first)
+        found = self.means([v.read_value() for v in kept], exchange, label, **options)
         for v, new in zip(kept, found, strict=True):
             v.assign(new)
 

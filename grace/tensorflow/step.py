@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from grace.core.communicators.pairs import from_partner, partner_of, to_partner
 from grace.core.errors import MismatchError, StepError
 from grace.core.methods.memory import keeps_nothing
 from grace.core.spec import TensorSpec
@@ -115,10 +116,18 @@ class GraphStep:
         self._transport.end_turn()
         return failing[0] == 0
 
-    def means(self, tensors: Sequence[tf.Tensor], label: str, *, of_first: bool = False) -> list[tf.Tensor]:
+    def means(
+        self,
+        tensors: Sequence[tf.Tensor],
+        label: str,
+        *,
+        of_first: bool = False,
+        pairing: tf.Tensor | None = None,
+    ) -> list[tf.Tensor]:
         """Return uncompressed means over all ranks, or the values `of_first`, the first rank. All ranks must call it.
 
-        `label` begins the names of the collectives.
+        With `pairing`, the number of a draw, they are over the pair of this rank. `label` begins the names of the
+        collectives.
         """
         transport, found = self._transport, []
         for i, x in enumerate(tensors):
@@ -126,11 +135,20 @@ class GraphStep:
             wide, name = tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else tf.convert_to_tensor(x), f"{label}.{i}"
             if of_first:
                 merged = transport.broadcast(wide, root=0, name=name).wait()
+            elif pairing is not None:
+                merged = (wide + tf.reshape(self._of_partner(tf.reshape(wide, [-1]), pairing, name), wide.shape)) / 2
             else:
                 merged = transport.average(wide, op=hvd.Average, predivide=1.0, name=name)
             found.append(tf.cast(merged, x.dtype))
         transport.end_turn()
         return found
+
+    def _of_partner(self, x: tf.Tensor, pairing: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the flat tensor of the other rank of a pair, or the same of a rank that is alone."""
+        transport, ops, seed = self._transport, tensorflow_ops("cpu"), self._exchange.config.seed
+        partner = ops.computed(functools.partial(partner_of, transport.rank, transport.size, seed), pairing)
+        sent = to_partner(ops, x, partner, transport.size)
+        return from_partner(ops, transport.alltoall(sent, name=name).wait(), x, partner)
 
     def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool) -> list[tf.Tensor]:
         """Exchange flat tensors uncompressed in place of a step; `compares` says whether it compares the replicas."""

@@ -83,6 +83,12 @@ def test_branches_and_loops(tf, ops, x):
     assert same(host(ops, in_graph(tf, body, tf.constant(x), tf.constant(0))), wanted)
 
 
+def test_a_graph_calls_python_whenever_it_runs(tf, ops):
+    graph = tf.function(lambda n: 2 * ops.computed(lambda n: 7**n % 10 - 5, n))
+    assert [int(graph(tf.constant(n, tf.int64))) for n in range(4)] == [-8, 4, 8, -4]
+    assert ops.computed(lambda n: n - 2, 1) == -1
+
+
 def test_what_others_hold_is_not_changed(tf, ops, x):
     variable, given = tf.Variable(x), tf.constant(x)
     view, indices, wanted = given.numpy(), tf.constant([1, 5]), x.copy()

@@ -14,18 +14,22 @@ import pytest
 from tests.support.launch import ROOT, environment
 
 
-def check_survivors(worker: str, arguments: list[str], comes_back: bool, place: Path, latest: int = 6) -> None:
-    """Run a worker on three ranks, of which one dies in step 6; check what the others hold back, and how it ends.
+def check_survivors(
+    worker: str, arguments: list[str], comes_back: bool, place: Path, latest: int = 6, ranks: int = 3
+) -> None:
+    """Run a worker on several ranks, of which one dies in step 6; check what the others hold back, and how it ends.
 
     Horovod takes names of this machine for hosts, and leaves out the host of a process that has died. The worker gets
     the arguments, the path of a file that exists after that, and the seconds per step then. The others notice at their
     next collective, or at a commit before it, and go on with step 6 to `latest`.
     """
-    died, script = place / "died", place / "hosts.sh"
+    died, script, others = place / "died", place / "hosts.sh", ranks - 1
     other = f"echo {socket.gethostname()}:1" if comes_back else "true"
-    script.write_text(f"#!/bin/sh\necho localhost:2\nif [ -e {died} ]; then {other}; else echo 127.0.0.1:1; fi\n")
+    script.write_text(
+        f"#!/bin/sh\necho localhost:{others}\nif [ -e {died} ]; then {other}; else echo 127.0.0.1:1; fi\n"
+    )
     script.chmod(0o755)
-    words = ["horovodrun", "-np", "3", "--min-np", "2", "--gloo", "--host-discovery-script", str(script)]
+    words = ["horovodrun", "-np", str(ranks), "--min-np", str(others), "--gloo", "--host-discovery-script", str(script)]
     run = subprocess.run(
         [*words, "python", str(ROOT / worker), *arguments, str(died), "0.5"],
         env=environment(),
@@ -51,18 +55,18 @@ def check_survivors(worker: str, arguments: list[str], comes_back: bool, place: 
             else:
                 assert one["held"] == 0.0
                 new += 1
-    assert len(committed) == (4 if comes_back else 3)
+    assert len(committed) == (ranks + 1 if comes_back else ranks)
     assert new == comes_back
     assert max(held) > 0.01
     # The new host may be found only after the others have gone on for some steps.
     first, last = entered[0], entered[-1]
     assert 6 <= first["batch"] <= latest
-    assert first["size"] in ((2, 3) if comes_back else (2,))
+    assert first["size"] in ((others, ranks) if comes_back else (others,))
     assert len([one for one in entered if one["batch"] == first["batch"]]) == first["size"]
-    assert last["size"] == (3 if comes_back else 2)
+    assert last["size"] == (ranks if comes_back else others)
     done = [one for one in told if one["what"] == "done"]
     assert len(done) == last["size"]
     assert {one["step"] for one in done} == {14}
     assert len({one["weights"] for one in done}) == 1
-    found = re.findall(r"of 3 ranks, 2 have stayed and (\d) are new. What the other 1 held back is lost", run.stderr)
-    assert found == [str(first["size"] - 2)]
+    told_of = rf"of {ranks} ranks, {others} have stayed and (\d) are new. What the other 1 held back is lost"
+    assert re.findall(told_of, run.stderr) == [str(first["size"] - others)]

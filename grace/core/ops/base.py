@@ -333,6 +333,13 @@ class Primitives(ABC):
         """Return a() if the 0-d condition holds, else b(); both return an array, or a list, of equal shapes."""
         return a() if condition else b()
 
+    def computed(self, function: Callable[[int], int], x: Array) -> Array:
+        """Return the integer function(x) for an integer x; in a traced graph, both are 0-d arrays.
+
+        Python computes it whenever the graph runs.
+        """
+        return function(int(x))
+
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
         """Apply body to x while the 0-d condition holds."""
         while condition(x):

@@ -11,12 +11,16 @@ GATHERED = {"communicator": "allgather", **EVERYTHING}
 NONE = {"compressor": "none", **GATHERED}
 TOPK = {"compressor": "topk", "compress_ratio": 0.3, **GATHERED}
 EF21 = {"name": "ef21", "momentum": 0.5}
-#: The configuration and the outer steps of each case. Those with uncompressed meetings run on two ranks only.
+#: The configuration and the outer steps of each case.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "participation": (TOPK, {"every": 2, "participation": 0.5, "weight": True, "warmup": 1}),
     "variates": (TOPK, {"every": 3, "variates": True, "warmup": 1}),
+    "pairs": (NONE, {"preset": "noloco", "every": 2}),
+    "pairs, states": (NONE, {"preset": "noloco", "every": 1, "state": {"momentum": 2}}),
+    "pairs, fragments": (NONE, {"preset": "noloco", "every": 6, "fragments": 2, "delay": 1}),
     "fragments": (TOPK, {"every": 2, "fragments": 2, "participation": 0.5, "lr": 0.5}),
     "relevance": (TOPK, {"every": 2, "relevance": 0.29, "lr": 0.5, "momentum": 0.5}),
+    "relevance, states": (TOPK, {"every": 2, "relevance": 0.2, "state": "average"}),
     "FedCOMGATE": (
         {"compressor": "qsgd", "memory": "none", **GATHERED},
         {"every": 4, "fragments": 2, "variates": True},
@@ -26,3 +30,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "local error": ({**TOPK, "memory": "none"}, {"every": 2, "local_error": True, "warmup": 1}),
     "CSER": ({**TOPK, "memory": "none"}, {"every": 2, "local_error": True, "dense_every": 3}),
 }
+
+
+def sizes_of(name: str) -> tuple[int, ...]:
+    """Return the numbers of ranks of a case; two, if Horovod adds what is not compressed."""
+    _, outer = CASES[name]
+    added = "dense_every" in outer or ("state" in outer and outer.get("preset") != "noloco")
+    return (2,) if added else (2, 3)

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import grace
 from tests.adapters.tensorflow.model import PROCESS_SETS, wrap
-from tests.adapters.tensorflow.outer_cases import CASES, NONE
+from tests.adapters.tensorflow.outer_cases import CASES, NONE, sizes_of
+from tests.adapters.tensorflow.usage_model import error_of
 from tests.support.covering import ALL
 
 SHAPES = {"w": (6, 5), "b": (5,), "c": (4, 3)}
@@ -53,8 +54,8 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 def tf_outer_bits(name: str) -> dict[str, Any]:
     """Compare the weights after each step with those of a simulation, on all ranks and on the first two."""
-    sets = [PROCESS_SETS[0]] if "dense_every" in CASES[name][1] else [hvd.global_process_set, PROCESS_SETS[0]]
-    return {str(len(mine.ranks)): _bits(name, mine) for mine in sets if mine.included()}
+    sets = {3: hvd.global_process_set, 2: PROCESS_SETS[0]}
+    return {str(size): _bits(name, sets[size]) for size in sizes_of(name) if sets[size].included()}
 
 
 def _bits(name: str, mine: Any) -> dict[str, Any]:
@@ -64,11 +65,21 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
     start = {key: np.full(shape, 0.5, np.float32) + drawn(9, 9)[key] for key, shape in SHAPES.items()}
 
     def made() -> Kept:
-        return Kept(start, wrap(config, keras.optimizers.SGD(LR), outer=outer, process_set=mine))
+        inner = keras.optimizers.SGD(LR, 0.5 if beside else 0.0)
+        return Kept(start, wrap(config, inner, outer=outer, process_set=mine))
 
-    kept, sim = made(), grace.Simulation(size, [grace.TensorSpec(*x) for x in SHAPES.items()], config, outer=outer)
-    sim.begin(start)
-    weights, equal, after = [start] * size, [], []
+    # In the simulation, the states of the inner optimizer are tensors beside the weights.
+    state = outer.get("state")
+    beside = {f"m {key}": np.zeros(shape, np.float32) for key, shape in SHAPES.items() if state}
+    rounds = 1 if state == "average" else (state or {}).get("momentum", 0)
+    specs = [
+        *(grace.TensorSpec(*x) for x in SHAPES.items()),
+        *(grace.TensorSpec(key, x.shape, rounds=rounds) for key, x in beside.items()),
+    ]
+    options = {key: x for key, x in outer.items() if key != "state"}
+    kept, sim = made(), grace.Simulation(size, specs, config, outer=options)
+    sim.begin({**start, **beside})
+    weights, equal, after = [{**start, **beside}] * size, [], []
     resumed = []
     with tempfile.TemporaryDirectory() as folder:
         for step in range(STEPS):
@@ -76,7 +87,10 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
             for each, own in enumerate(weights):
                 variates = sim.variates(each) if outer.get("variates") else dict.fromkeys(SHAPES, np.float32(0))
                 grads = drawn(each, step)
-                moved.append({key: x - np.float32(LR) * (grads[key] - variates[key]) for key, x in own.items()})
+                steps = {key: -np.float32(LR) * (grads[key] - variates[key]) for key in SHAPES}
+                momenta = {key: np.float32(0.5) * x + steps[key[2:]] for key, x in own.items() if key in beside}
+                weighed = {key: own[key] + momenta.get(f"m {key}", steps[key]) for key in SHAPES}
+                moved.append({**weighed, **momenta})
             weights = sim.step(moved, lr=LR)
             after.append(kept.step(rank, step))
             equal.append(same(after[-1], weights[rank]))
@@ -87,7 +101,8 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
         if ALL:
             resumed = [same(again.step(rank, step), after[step]) for step in range(7, STEPS)]
     common = kept.optimizer.grace.common_weights()
-    expected = sim.common_weights()
+    # In pairs, each rank has its own.
+    expected = sim.outers[rank].shaped(sim.outers[rank].state.anchors)
     return {
         "equal": equal,
         "resumed": resumed,
@@ -128,25 +143,29 @@ def tf_outer_resets(name: str) -> list[float]:
     return apart
 
 
-def tf_outer_variates_of_others() -> dict[str, Any]:
-    """Load what another rank has saved; return the sums of the control variates of both runs, before and after."""
-    config, outer = CASES["variates"]
+def tf_outer_of_others() -> dict[str, Any]:
+    """Load what another rank has saved; return sums of control variates before and after, and the error of pairs."""
 
-    def made() -> Kept:
-        return Kept(drawn(9, 9), wrap(config, keras.optimizers.SGD(LR), outer=outer))
+    def loaded(name: str) -> tuple[Kept, Kept]:
+        config, outer = CASES[name]
+        kept, again = (Kept(drawn(9, 9), wrap(config, keras.optimizers.SGD(LR), outer=outer)) for _ in range(2))
+        for step in range(5):
+            kept.step(hvd.rank(), step)
+        with tempfile.TemporaryDirectory() as folder:
+            again.checkpoint().read(kept.checkpoint().write(f"{folder}/kept")).assert_consumed()
+        again.optimizer.grace.run.origin.assign([1 - hvd.rank(), hvd.size()])
+        return kept, again
 
     def held(kept: Kept) -> float:
         return float(sum(np.abs(v.numpy()).sum() for v in kept.optimizer._outer._variates))
 
-    kept, again = made(), made()
-    for step in range(5):
-        kept.step(hvd.rank(), step)
-    with tempfile.TemporaryDirectory() as folder:
-        path = kept.checkpoint().write(f"{folder}/kept")
-        again.checkpoint().read(path).assert_consumed()
-    again.optimizer.grace.run.origin.assign([1 - hvd.rank(), hvd.size()])
-    loaded = held(again)
+    kept, again = loaded("variates")
+    before = [held(kept), held(again)]
     again.step(hvd.rank(), 5)
-    moved = held(kept)
-    kept.optimizer._outer.moved()
-    return {"before": [moved, loaded], "after": [held(kept), held(again)]}
+    kept.optimizer.grace.move()
+    _, paired = loaded("pairs")
+    return {
+        "before": before,
+        "after": [held(kept), held(again)],
+        "pairs": error_of(lambda: paired.step(hvd.rank(), 5)),
+    }
