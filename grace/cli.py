@@ -16,6 +16,7 @@ from typing import Any
 from grace import __version__, listing
 from grace.bench.command import INTERRUPTED, add_codec, add_import, completed_by
 from grace.bench.link import add_link
+from grace.bench.run import add_run, run_program
 from grace.bench.step.command import add_step
 from grace.bench.variants import import_own
 from grace.core.config.config import ENVIRONMENT_VARIABLE
@@ -67,9 +68,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
         argcomplete.autocomplete(parser)
     args = parser.parse_args(arguments)
-    # All commands name their methods themselves.
-    os.environ.pop(ENVIRONMENT_VARIABLE, None)
     run: Callable[[argparse.Namespace], int] = args.run
+    if run is not run_program:
+        # All other commands name their methods themselves.
+        os.environ.pop(ENVIRONMENT_VARIABLE, None)
     try:
         return run(args)
     except GraceError as error:
@@ -112,6 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_codec(benchmarks)
     add_step(benchmarks)
     add_link(benchmarks)
+    add_run(benchmarks)
     add_report(commands)
 
     how = 'Print the script with which a shell completes arguments. In bash: eval "$(grace completion bash)"'

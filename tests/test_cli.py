@@ -239,6 +239,7 @@ USAGES = {
     "grace bench": [["bench"], ["bench", "bogus"]],
     "grace bench codec": [["bench", "codec", "--bogus"], ["bench", "codec", "x"], ["bench", "codec", "--ranks", "two"]],
     "grace bench link": [["bench", "link", "--bogus"], ["bench", "link", "--sizes", "x"]],
+    "grace bench run": [["bench", "run"], ["bench", "run", "--ranks", "x", "--", "true"]],
     "grace bench step": [["bench", "step", "--bogus", "1"], ["bench", "step", "--steps", "x"]],
     "grace completion": [["completion"], ["completion", "tcsh"], ["completion", "bash", "--bogus"]],
 }  # fmt: skip

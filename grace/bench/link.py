@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 from grace.advice import probe
 from grace.bench.command import check_writable
+from grace.bench.run import on_ranks
+from grace.bench.step.command import add_network
 from grace.core.errors import ConfigError
 from grace.core.spec import Array
 from grace.core.transport.transport import Transport
+from grace.machine import installed, python
 
 # Variables of each launcher. horovodrun may start MPI, and a job of MPI may set those of torchrun.
 SIGNS = {
@@ -21,6 +24,7 @@ SIGNS = {
     "torch": ("WORLD_SIZE",),
     "mpi": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
 }
+COMMAND = "from grace.cli import main; sys.exit(main())"
 
 
 class Connected(NamedTuple):
@@ -38,8 +42,10 @@ def add_link(commands: Any) -> None:
         "link",
         help="time allreduces between ranks, and fit bandwidth and latency of their link",
         description="Time allreduces of several sizes between all ranks, by the library that exchanges gradients, and "
-        "print them in the columns of nccl-tests. Start it on every rank by torchrun, horovodrun or mpirun.",
+        "print them in the columns of nccl-tests. Start it on every rank by torchrun, horovodrun or mpirun. With "
+        "--link, it starts ranks on this machine itself, each behind a link with limited bandwidth.",
     )
+    add_network(parser, default=None)
     add = parser.add_argument
     add("--launcher", choices=tuple(SIGNS), help="library of the ranks (default: that of the launcher)")
     sizes = "bytes of float32 per rank (default: 1 KiB to 16 MiB by factors of four)"
@@ -51,10 +57,17 @@ def add_link(commands: Any) -> None:
 def run_link(args: argparse.Namespace) -> int:
     """Measure with all ranks, and print and write the results on rank 0. Return the exit status.
 
-    Raises ConfigError for wrong arguments, or if no launcher has started the ranks.
+    Raises ConfigError for wrong arguments, or if no launcher has started the ranks and no link is given.
     """
     if args.json:
         check_writable(args.json)
+    if args.link is not None:
+        return _start(args)
+    for option in ("ranks", "nodes", "latency"):
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option} needs --link, with which the ranks are started here; add it, or leave it out."
+            )
     connected = CONNECT[args.launcher or launcher_of(os.environ)]()
     transport = connected.transport
     try:
@@ -73,6 +86,17 @@ def run_link(args: argparse.Namespace) -> int:
     return 0
 
 
+def _start(args: argparse.Namespace) -> int:
+    """Start this command on ranks of its own, and return the exit status."""
+    launcher = args.launcher or "torch"
+    if launcher == "mpi":
+        raise ConfigError("--link: ranks of MPI are started by mpirun; leave --link out, or use another launcher.")
+    own = ["--launcher", launcher, "--sizes", *map(str, args.sizes)]
+    if args.json:
+        own += ["--json", str(args.json)]
+    return on_ranks(args, python(COMMAND, "bench", "link", *own), launcher)
+
+
 def launcher_of(environment: Mapping[str, str]) -> str:
     """Return the library of the launcher that started this process. Raises ConfigError if there is none."""
     for name, signs in SIGNS.items():
@@ -80,7 +104,7 @@ def launcher_of(environment: Mapping[str, str]) -> str:
             return name
     raise ConfigError(
         "grace bench link: no launcher has started this process; call it on every rank, for instance by "
-        "torchrun --nproc-per-node 2 -m grace bench link."
+        "torchrun --nproc-per-node 2 -m grace bench link, or add --link to start ranks here."
     )
 
 
@@ -106,8 +130,6 @@ def _torch() -> Connected:
 
 
 def _horovod() -> Connected:
-    from grace.machine import installed
-
     if not installed("torch"):
         return _tensorflow()
     import horovod.torch as hvd

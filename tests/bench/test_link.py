@@ -35,6 +35,33 @@ def test_every_launcher(launcher, tmp_path):
     assert found["bandwidth"] > 0 <= found["latency"]
 
 
+def test_with_a_link_it_starts_ranks_of_its_own(tmp_path):
+    path = tmp_path / "link.json"
+    words = ["bench", "link", "--link", "1gbit", "--ranks", "3", "--sizes", "4096", "4194304", "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "grace", *words], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("allreduce of 3 ranks")
+    small, large = json.loads(path.read_text())["points"]
+    # A busy machine may be slower than the link, never faster. The first burst is not limited.
+    assert large["busbw"] < 1.1 * 1e9 / 8
+    assert small["seconds"] < large["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--ranks", "2"], "--ranks needs --link"),
+        (["--latency", "1ms"], "--latency needs --link"),
+        (["--link", "1gbit", "--launcher", "mpi"], "ranks of MPI are started by mpirun"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments, expected, capsys):
+    assert cli.main(["bench", "link", *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
 def test_the_launcher_is_known_by_its_variables():
     assert launcher_of({"WORLD_SIZE": "2"}) == "torch"
     # horovodrun may start its ranks by mpirun.

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -62,36 +61,32 @@ def finished(*arguments, **options):
     return output, errors
 
 
-def can_shape():
-    """Return whether this process can make namespaces and limit the bandwidth of links."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        return False
-    try:
-        with network.Network(1, "10gbit"):
-            return True
-    except GraceError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def shaping():
-    if not can_shape():
-        pytest.skip("no root, no iproute2 or no namespaces with tbf here")
+    if network.way() is None:
+        pytest.skip("no network namespaces with tbf here, not even within a user namespace")
 
 
 needs_shaping = pytest.mark.usefixtures("shaping")
 
 
-@pytest.fixture(autouse=True)
-def cleared():
-    """Remove left-over namespaces, so that one failure does not cause others."""
-    yield
-    if os.geteuid() == 0 and shutil.which("ip"):
-        network.remove_left_over()
+def descendants(pid):
+    found = children(pid)
+    return found + [each for child in found for each in descendants(child)]
 
 
-def present():
-    return network._present() if shutil.which("ip") else set()
+def namespaces(*pids):
+    """Return the network namespaces of processes, without that of this one."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.add(os.stat(f"/proc/{pid}/ns/net").st_ino)
+    return found - {os.stat("/proc/self/ns/net").st_ino}
+
+
+def everywhere():
+    """Return the network namespaces of all processes of the machine."""
+    return namespaces(*filter(str.isdigit, os.listdir("/proc")))
 
 
 @pytest.mark.slow
@@ -444,7 +439,6 @@ def test_bytes_on_a_shaped_link_are_those_that_are_reported(ranks, tmp_path):
     given = ["--ranks", str(ranks), "--link", "10gbit", "--rounds", "1", "--steps", "1", "--launcher", "horovod"]
     # One whose payloads are summed and one whose payloads are gathered. With two ranks, both would send the same share.
     finished(*given, "--compressors", "none,topk,fp16" if ALL else "topk,fp16", "--json", str(path))
-    assert not present()
     for result in json.loads(path.read_text()):
         sent, said = result["wire_bytes"], result["reported_bytes"]
         if said is not None:
@@ -511,49 +505,115 @@ def test_a_slower_link_takes_longer():
             command = made.nodes[1].command([sys.executable, "-c", sender])
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert float(done.stdout) > 0.9 * 8 * 2_000_000 / 1e8
-    assert not present()
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @needs_shaping
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_nothing_is_left_after_an_interruption(number):
     process = bench("--link", "1gbit", "--model", "resnet", "--rounds", "1000")
     try:
-        deadline = time.monotonic() + 60
-        while len(present()) < 3:
+        deadline, made = time.monotonic() + 60, set()
+        # Those of the hub and of two nodes, and the workers in them.
+        while len(made) < 3 or len(descendants(process.pid)) < 5:
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.1)
+            made = namespaces(*descendants(process.pid))
         time.sleep(1.0)
+        started = descendants(process.pid)
         process.send_signal(number)
         errors = process.communicate(timeout=60)[1]
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, errors
-    assert "all ranks and namespaces are removed" in errors
-    assert not present()
+    if number != signal.SIGKILL:
+        assert process.returncode == 130, errors
+        assert "all ranks and namespaces are removed" in errors
+    else:
+        # The hub sees the end of its input, and the kernel kills the ranks.
+        while made & everywhere():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert not made & everywhere()
+    assert all(state(pid) in (None, "Z") for pid in started)
 
 
-@pytest.mark.slow
 @needs_shaping
-def test_what_a_killed_run_left_is_removed_by_the_next_one():
-    process = bench("--link", "1gbit", "--model", "resnet", "--rounds", "1000")
-    deadline = time.monotonic() + 60
-    while len(present()) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.kill()
-    process.communicate()
-    left = present()
-    assert len(left) == 3
-    with network.Network(1, "1gbit") as made:
-        assert present() == {made.hub.namespace, made.nodes[0].namespace}
-    assert not present()
+def test_a_process_that_stays_in_a_node_is_killed_with_the_network():
+    with network.Network(2, "1gbit") as made:
+        assert made.environment() == {}
+        command = made.nodes[1].command(
+            [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(99)"]
+        )
+        left = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert left.stdout.readline() == "here\n"
+        (inside,) = namespaces(left.pid)
+    with left:
+        assert left.wait(10) == -signal.SIGKILL
+    assert inside not in everywhere()
 
 
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+@needs_shaping
+def test_a_failure_of_the_network_names_the_command(tmp_path, monkeypatch):
+    (tmp_path / "tc").write_text("#!/bin/sh\necho no tbf today >&2; exit 1\n")
+    (tmp_path / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    made, begin = network.Network(1, "1gbit"), descendants(os.getpid())
+    with pytest.raises(GraceError, match=r"cannot make the test network: '.*tc qdisc add .* failed: no tbf today"):
+        made.__enter__()
+    assert descendants(os.getpid()) == begin
+
+
+def test_without_namespaces_the_connections_are_paced(monkeypatch):
+    """20 Mbit take at least 0.18 s at 100 Mbit/s less the first burst, on a busy machine too."""
+    monkeypatch.setattr(network, "way", lambda: None)
+    receiver = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
+        "c = s.accept()[0]\nn = 0\nwhile n < 2_500_000: n += len(c.recv(1 << 16))\nc.sendall(b'.')"
+    )
+    sender = (
+        "import socket, sys, time; c = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); time.sleep(0.2)\n"
+        "start = time.perf_counter(); c.sendall(bytes(2_500_000)); c.recv(1); print(time.perf_counter() - start)"
+    )
+    with network.Network(2, "100mbit") as made:
+        assert {node.namespace for node in made.nodes} == {None}
+        environment = {**os.environ, **made.environment()}
+        with subprocess.Popen(
+            made.nodes[0].command([sys.executable, "-c", receiver]), stdout=subprocess.PIPE, text=True, env=environment
+        ) as one:
+            command = made.nodes[1].command([sys.executable, "-c", sender, one.stdout.readline()])
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert float(done.stdout) > 0.9 * 8 * 2_500_000 / 1e8
+    with network.Network(2, "none") as made:
+        assert made.environment() == {}
+
+
+def test_pacing_keeps_the_users_own_sitecustomize(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = 'here'")
+    monkeypatch.setattr(network, "way", lambda: None)
+    environment = {**os.environ, **network.Network(1, "1gbit").environment({"PYTHONPATH": str(tmp_path)})}
+    code = "import sys, threading; print(sys.mine, threading.active_count())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "here 2\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("link", "rate"), [("1gbit", 10**9), ("none", None), ("300mbit", 3 * 10**8), ("2.5gbit", 25 * 10**8)]
+)
+def test_rates(link, rate):
+    assert network.rate_of(link) == rate
+
+
+@pytest.mark.parametrize("link", ["2gbyte", "0mbit", "fast", "gbit", "1gbi"])
+def test_other_rates_are_refused(link):
+    with pytest.raises(ConfigError, match=r"--link: expected 100mbit, .*, or a rate such as 300mbit, received"):
+        network.rate_of(link)
 
 
 def state(pid):
@@ -615,7 +675,7 @@ def listening(pid):
         (["--nodes", "2x4", "--ranks", "8"], "leave --ranks out"),
         (["--nodes", "2by4"], "expected nodes x ranks, such as 2x4, received '2by4'"),
         (["--nodes", "0x4"], "expected nodes x ranks"),
-        (["--nodes", "2x2", "--link", "none"], "--nodes needs links with limited bandwidth"),
+        (["--nodes", "2x2", "--link", "none"], "--nodes needs a link with limited bandwidth"),
         (["--compressors", "topkk"], "topk"),
         (["--baselines", "ddpp"], "Did you mean 'ddp'"),
         (["--baselines", "ddp", "--framework", "tensorflow"], "'ddp' needs PyTorch"),
@@ -653,7 +713,6 @@ def listening(pid):
 def test_refused_before_anything_runs(arguments, expected, capsys):
     assert cli.main(["bench", "step", *arguments]) == 2
     assert expected in capsys.readouterr().err
-    assert not present()
 
 
 def without(*packages):
@@ -721,11 +780,12 @@ def test_variants_and_a_method_of_a_users_own_in_training(tmp_path):
     assert sent[2] > 4 * 269_722
 
 
-def test_without_root_the_message_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"as root .*--link none"):
-        network.check_link("1gbit", None)
-    network.check_link("none", None)
+def test_what_pacing_cannot_do_is_refused(monkeypatch):
+    monkeypatch.setattr(network, "way", lambda: None)
+    network.check_link("1gbit", None)
+    for latency, local_size, option in (("100us", 1, "--latency"), (None, 2, "--nodes")):
+        with pytest.raises(ConfigError, match=rf"{option} needs network namespaces.*as root .*leave {option} out"):
+            network.check_link("1gbit", latency, local_size)
 
 
 def test_a_rank_that_died_before_its_turn_is_named(monkeypatch):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -58,13 +59,7 @@ def add_step(commands: Any) -> None:
         "waits for new pages.",
     )
     add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="processes, each with a link of its own (default: 2)")
-    nodes = (
-        "nodes with R ranks each in place of --ranks, such as 2x4; a node's ranks share its link, and have no limit "
-    )
-    add("--nodes", metavar="NxR", help=f"{nodes}among each other")
-    link = add("--link", default="1gbit", help=f"{', '.join(LINKS)}; all but 'none' need root (default: 1gbit)")
-    add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
+    add_network(parser)
     model = add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
     add_variants(parser, " ".join(COMPRESSORS))
     options = "configuration of all compressors, such as bucket_bytes=8388608"
@@ -81,7 +76,6 @@ def add_step(commands: Any) -> None:
     launcher = add("--launcher", nargs="+", metavar="NAME", help=told)
     framework = add("--framework", help="torch or tensorflow (default: the first that is installed)")
     for action, words in (
-        (link, LINKS),
         (model, NAMES),
         (baseline, BASELINES),
         (launcher, LAUNCHERS),
@@ -106,29 +100,63 @@ def add_step(commands: Any) -> None:
     parser.set_defaults(run=run_step)
 
 
+def add_network(parser: argparse.ArgumentParser, default: str | None = "1gbit") -> None:
+    """Add the options that describe ranks and links; `read_network` reads them."""
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="processes, each with a link of its own (default: 2)")
+    nodes = (
+        "nodes with R ranks each in place of --ranks, such as 2x4; a node's ranks share its link, and have no limit "
+    )
+    add("--nodes", metavar="NxR", help=f"{nodes}among each other")
+    told = "" if default is None else f" (default: {default})"
+    link = add("--link", default=default, help=f"{', '.join(LINKS)}, or another rate such as 300mbit{told}")
+    completed_by(link, lambda _: LINKS)
+    add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
+
+
+def read_network(args: argparse.Namespace, least: int = 2) -> tuple[int, int]:
+    """Return the number of ranks, in all and on each node. Raises ConfigError if this machine cannot make them."""
+    ranks, local_size = _ranks(args)
+    if ranks < least:
+        raise ConfigError(f"--ranks: expected at least {least}, received {ranks}.")
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"--ranks: expected at most {MOST_RANKS}, the number of addresses in the test network, received "
+            f"{ranks}. Every rank is a process of several hundred megabytes."
+        )
+    check_link(args.link, args.latency, local_size)
+    return ranks, local_size
+
+
 def run_step(args: argparse.Namespace) -> int:
     """Measure, print and write the results. Return the exit status.
 
     Raises GraceError for wrong arguments, before anything is measured, and if a rank fails.
     """
     run = _checked(args)
-    # The default action of these signals would leave namespaces and ranks behind. nohup ignores SIGHUP; so it stays
-    # ignored.
-    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _interrupt) for number in ends}
     try:
-        with Progress(run.steps) as progress:
+        with ended_by_signals(), Progress(run.steps) as progress:
             lines, found = run.act(progress.next)
     except KeyboardInterrupt:
         print("grace bench: interrupted; all ranks and namespaces are removed", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     print("\n".join(lines), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt for the signals whose default action would leave ranks behind."""
+    # nohup ignores SIGHUP; so it stays ignored.
+    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in ends}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -142,15 +170,10 @@ def _checked(args: argparse.Namespace) -> Run:
     """Return the run that the arguments describe. Raises ConfigError if they are wrong."""
     _check_together(args)
     rounds = ROUNDS if args.rounds is None else args.rounds
-    ranks, local_size = _ranks(args)
-    for option, value, least in (("ranks", ranks, 2), ("rounds", rounds, 1), ("steps", args.steps, 1)):
-        if value < least:
-            raise ConfigError(f"--{option}: expected at least {least}, received {value}.")
-    if ranks > MOST_RANKS:
-        raise ConfigError(
-            f"--ranks: expected at most {MOST_RANKS}, the number of addresses in the test network, received "
-            f"{ranks}. Every rank is a process of several hundred megabytes."
-        )
+    for option, value in (("rounds", rounds), ("steps", args.steps)):
+        if value < 1:
+            raise ConfigError(f"--{option}: expected at least 1, received {value}.")
+    ranks, local_size = read_network(args)
     _check("--model", args.model, NAMES)
     framework = _framework(args.framework)
     launchers = _split(args.launcher or ["torch" if framework == "torch" else "horovod"])
@@ -165,7 +188,6 @@ def _checked(args: argparse.Namespace) -> Run:
     options = parse_options(args.options)
     modules = import_own(args.modules)
     variants = parse_variants(COMPRESSORS if args.compressors is None else args.compressors, **options)
-    check_link(args.link, args.latency)
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
     if args.plot:
@@ -197,8 +219,6 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)x(\d+)", args.nodes)
     if not found or not int(found[1]) or not int(found[2]):
         raise ConfigError(f"--nodes: expected nodes x ranks, such as 2x4, received '{args.nodes}'.")
-    if LINKS.get(args.link, 1) is None:
-        raise ConfigError("--nodes needs links with limited bandwidth between nodes; choose one, such as --link 1gbit.")
     return int(found[1]) * int(found[2]), int(found[2])
 
 

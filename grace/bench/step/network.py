@@ -1,23 +1,31 @@
 """A temporary network with limited bandwidth on this machine: one network namespace per node, joined by a bridge.
 
-Node N runs in the namespace `grace-PID-N`, which has one interface, `link0`. The other end of this link is attached to
-a bridge in another namespace. So the machine's own network does not change. Both ends limit the rate: a node sends and
-receives at the bandwidth of the link. Usually a node has one rank. Several ranks of a node share its link, and reach
-each other by the loopback of the namespace, which has no limit.
+A node's namespace has one interface, `link0`. The other end of this link is attached to a bridge in another namespace.
+So the machine's own network does not change. Both ends limit the rate: a node sends and receives at the bandwidth of
+the link. Usually a node has one rank. Several ranks of a node share its link, and reach each other by the loopback of
+the namespace, which has no limit.
+
+Without root, the namespaces lie within a user namespace. If the kernel refuses that too, the ranks share the machine's
+loopback, and the kernel paces each of their connections (`grace.bench.step.paced`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from grace.bench.step import paced
 from grace.core.errors import ConfigError, GraceError, nearest
+from grace.machine import python
 
 # Bits per second. None: the ranks share the machine's own loopback, without a limit.
 LINKS: dict[str, int | None] = {
@@ -27,181 +35,187 @@ LINKS: dict[str, int | None] = {
     "25gbit": 25 * 10**9,
     "none": None,
 }
-INTERFACE = "link0"
-HUB = "hub"
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+INTERFACE, BRIDGE = "link0", "bridge0"
 # The namespaces are isolated from the machine's network; so these addresses cannot collide with its own.
 ADDRESS = "10.213.0.{}"
 # The hub has the first of these addresses.
 MOST_RANKS = 253
-PREFIX = "grace"
-HOSTS = Path("/etc/netns")
+HUB = "from grace.bench.step.hub import main; main()"
+# Seconds until the hub is killed that should remove the network.
+END_S = 20.0
+# How to enter new namespaces: with the rights of root, or within a user namespace.
+WAYS = (
+    ("unshare", "--net", "--mount"),
+    ("unshare", "--user", "--map-current-user", "--keep-caps", "--net", "--mount"),
+)
+# What a network needs, tried in namespaces that end with it.
+TRIAL = (
+    f"ip link add {INTERFACE} type veth peer name port0 && ip link add {BRIDGE} type bridge && "
+    f"tc qdisc add dev {INTERFACE} root tbf rate 1gbit burst 131072 limit 1000000 && "
+    "mount --bind /etc/hosts /etc/hosts && unshare --net --mount true"
+)
 
-_NAME = re.compile(rf"{PREFIX}-(\d+)-(?:{HUB}|\d+)")
 
+def rate_of(link: str) -> int | None:
+    """Return the bits per second of a link: a name of LINKS, or a number with a unit, such as 300mbit.
 
-def check_link(link: str, latency: str | None) -> None:
-    """Raise ConfigError if the link is unknown, or this machine cannot make it."""
-    if link not in LINKS:
-        raise ConfigError(f"--link: unknown link '{link}'.{nearest(link, LINKS)}")
-    if LINKS[link] is None:
-        if latency is not None:
-            raise ConfigError("--latency needs a link with limited bandwidth; choose one, for example --link 1gbit.")
-        return
-    if os.geteuid() != 0:
+    Raises ConfigError for anything else.
+    """
+    if link in LINKS:
+        return LINKS[link]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", link)
+    if not found or not float(found[1]):
         raise ConfigError(
-            f"--link {link}: network namespaces and traffic control need root; run the command as root "
-            "(sudo), or measure without a bandwidth limit: --link none."
+            f"--link: expected {', '.join(LINKS)}, or a rate such as 300mbit, received '{link}'.{nearest(link, LINKS)}"
         )
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            raise ConfigError(f"--link {link}: '{program}' is not installed; install iproute2, or use --link none.")
+    return round(float(found[1]) * UNITS[found[2]])
+
+
+@functools.cache
+def way() -> tuple[str, ...] | None:
+    """Return the command that enters new namespaces, None if this machine or this user cannot have any."""
+    path = _with_tools()
+    if not all(shutil.which(name, path=path["PATH"]) for name in ("unshare", "nsenter", "ip", "tc", "mount")):
+        return None
+    for words in WAYS:
+        done = subprocess.run([*words, "sh", "-c", TRIAL], env=path, capture_output=True, check=False)
+        if done.returncode == 0:
+            return words
+    return None
+
+
+def check_link(link: str, latency: str | None, local_size: int = 1) -> None:
+    """Raise ConfigError if the link is unknown, or this machine cannot make it."""
+    limited = rate_of(link) is not None
+    for option, given in (("--latency", latency is not None), ("--nodes", local_size > 1)):
+        if given and not limited:
+            raise ConfigError(f"{option} needs a link with limited bandwidth; choose one, for example --link 1gbit.")
+        if given and way() is None:
+            raise ConfigError(
+                f"{option} needs network namespaces, which need root, or a kernel that lets users have them, and the "
+                "commands unshare and nsenter (util-linux), ip and tc (iproute2); run the command as root (sudo), or "
+                f"leave {option} out."
+            )
     if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
         raise ConfigError(f"--latency: expected a time such as 100us or 2ms, received '{latency}'.")
 
 
+def limited_by(link: str) -> str:
+    """Return how a link is made on this machine: "namespaces", "pacing", or "nothing" without a limit."""
+    if rate_of(link) is None:
+        return "nothing"
+    return "pacing" if way() is None else "namespaces"
+
+
 @dataclass(frozen=True)
 class Node:
-    """The place of one process in the network: namespace (None: the machine's own), address and interface."""
+    """The place of one process in the network: address, interface, and how to get there from this process.
 
-    namespace: str | None
+    `namespace` is the process whose namespaces it has, None for the machine's own.
+    """
+
+    namespace: int | None
     address: str
     interface: str
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return the command line that runs a command in the namespace."""
-        return ["ip", "netns", "exec", self.namespace, *words] if self.namespace else list(words)
-
-    def sent_bytes(self) -> int | None:
-        """Return the bytes that the interface has sent so far, or None if the ranks share one interface."""
+        """Return the command line that runs a command there, in the current folder."""
         if self.namespace is None:
-            return None
-        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
-        return int(_run(self.command(["cat", path])))
+            return list(words)
+        user = ["--user", "--preserve-credentials"] if "--user" in (way() or ()) else []
+        return ["nsenter", f"--target={self.namespace}", *user, "--net", "--mount", "--wd", "--", *words]
 
 
 class Network:
-    """The namespaces of the nodes: a context manager that makes them on entry and always removes them on exit.
+    """The places of the nodes: a context manager that makes them on entry and always removes them on exit.
 
-    `ranks` is the number of all ranks, `local_size` that of each node. `nodes` has an entry per rank.
+    `ranks` is the number of all ranks, `local_size` that of each node. `nodes` has an entry per rank. On exit, and if
+    this process is killed, all processes in the namespaces are killed, and with them the namespaces end. `environment`
+    belongs to the environment of every rank.
 
     Raises GraceError with the command that failed, for instance if the kernel lacks a module.
     """
 
     def __init__(self, ranks: int, link: str, latency: str | None = None, local_size: int = 1) -> None:
-        check_link(link, latency)
-        self._rate = LINKS[link]
-        self._latency, self.local_size = latency, local_size
-        self._stem = f"{PREFIX}-{os.getpid()}"
-        if self._rate is None:
-            self.hub = Node(None, "127.0.0.1", "lo")
-            self.nodes = [self.hub] * ranks
-        else:
-            self.hub = Node(f"{self._stem}-{HUB}", ADDRESS.format(1), "bridge0")
-            numbers = [rank // local_size for rank in range(ranks)]
-            self.nodes = [Node(f"{self._stem}-{node}", ADDRESS.format(node + 2), INTERFACE) for node in numbers]
+        check_link(link, latency, local_size)
+        self._rate, self._latency, self.local_size = rate_of(link), latency, local_size
+        self._hub: subprocess.Popen[str] | None = None
+        self.hub = Node(None, "127.0.0.1", "lo")
+        self.nodes = [self.hub] * ranks
+        self._paced = self._rate is not None and way() is None
+
+    def environment(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return variables with which the ranks keep the limit, if their place does not enforce it."""
+        if not self._paced or self._rate is None:
+            return {}
+        return paced.environment(self._rate // 8, given)
 
     def __enter__(self) -> Network:
-        if self._rate is not None:
-            remove_left_over()
+        if self._rate is not None and not self._paced:
             try:
-                self._make()
+                self._make(self._rate)
             except BaseException:
-                remove(self._stem)
+                self._end()
                 raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._rate is not None:
-            remove(self._stem)
+        self._end()
 
-    def _make(self) -> None:
-        hub = self.hub.namespace
-        assert hub is not None
-        self._name(self.hub)
-        _run(["ip", "netns", "add", hub])
-        _run(["ip", "-n", hub, "link", "add", "bridge0", "type", "bridge"])
-        _run(["ip", "-n", hub, "addr", "add", f"{self.hub.address}/16", "dev", "bridge0"])
-        for device in ("lo", "bridge0"):
-            _run(["ip", "-n", hub, "link", "set", device, "up"])
-        for number, node in enumerate(dict.fromkeys(self.nodes)):
-            own, port = str(node.namespace), f"port{number}"
-            self._name(node)
-            _run(["ip", "netns", "add", own])
-            pair = ["peer", "name", port, "netns", hub]
-            _run(["ip", "-n", own, "link", "add", INTERFACE, "type", "veth", *pair])
-            _run(["ip", "-n", own, "addr", "add", f"{node.address}/16", "dev", INTERFACE])
-            _run(["ip", "-n", hub, "link", "set", port, "master", "bridge0"])
-            for place, device in ((own, "lo"), (own, INTERFACE), (hub, port)):
-                _run(["ip", "-n", place, "link", "set", device, "up"])
-            self._shape(own, INTERFACE)
-            self._shape(hub, port)
+    def _make(self, rate: int) -> None:
+        numbers = [rank // self.local_size for rank in range(len(self.nodes))]
+        addresses = [ADDRESS.format(number + 2) for number in dict.fromkeys(numbers)]
+        order = {"hub": ADDRESS.format(1), "nodes": addresses, "rate": rate, "latency": self._latency}
+        self._hub = subprocess.Popen(
+            [*(way() or ()), *python(HUB)],
+            env=_with_tools(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Ctrl-C in a terminal reaches this process alone, which then ends the ranks before their network.
+            start_new_session=True,
+        )
+        assert self._hub.stdin is not None
+        assert self._hub.stdout is not None
+        self._hub.stdin.write(json.dumps(order) + "\n")
+        self._hub.stdin.flush()
+        answer = self._hub.stdout.readline()
+        if not answer:
+            assert self._hub.stderr is not None
+            raise GraceError(f"cannot make the test network: {self._hub.stderr.read().strip()}")
+        found = json.loads(answer)
+        if "error" in found:
+            raise GraceError(found["error"])
+        self.hub = Node(self._hub.pid, ADDRESS.format(1), BRIDGE)
+        self.nodes = [Node(found["nodes"][number], addresses[number], INTERFACE) for number in numbers]
 
-    def _shape(self, namespace: str, device: str) -> None:
-        assert self._rate is not None
-        # The token bucket holds 1 ms of traffic, and at least two packets of 64 KiB. The queue is larger than a
-        # socket's send buffer.
-        burst = max(128 * 1024, self._rate // 8 // 1000)
-        limits = ["rate", f"{self._rate}bit", "burst", str(burst), "limit", str(64 * 1024 * 1024)]
-        tc = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
-        _run([*tc, "root", "handle", "1:", "tbf", *limits])
-        if self._latency is not None and device == INTERFACE:
-            _run([*tc, "parent", "1:1", "netem", "delay", self._latency, "limit", "100000"])
-
-    def _name(self, node: Node) -> None:
-        """Write the namespace's hosts file. Horovod looks up the host's name and must find the namespace's address."""
-        folder = HOSTS / str(node.namespace)
-        folder.mkdir(parents=True)
-        lines = ["127.0.0.1 localhost", f"{node.address} {os.uname().nodename}"]
-        (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def remove_left_over() -> list[str]:
-    """Remove the namespaces of processes that have ended, for instance by a kill. Return their names."""
-    dead = sorted(name for name in _present() if not _runs(name.split("-")[1]))
-    for name in dead:
-        _remove(name)
-    return dead
+    def _end(self) -> None:
+        if self._hub is None:
+            return
+        hub, self._hub = self._hub, None
+        for stream in (hub.stdin, hub.stdout, hub.stderr):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        try:
+            hub.wait(END_S)
+        except subprocess.TimeoutExpired:
+            hub.kill()
+            hub.wait()
 
 
-def remove(stem: str) -> None:
-    """Remove the namespaces of one network and kill all processes in them."""
-    for name in _present():
-        if name.rpartition("-")[0] == stem:
-            _remove(name)
+def _with_tools() -> dict[str, str]:
+    """Return the environment with a PATH that has the folders of `ip` and `tc`, which users often lack."""
+    return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])}
 
 
-def _runs(pid: str) -> bool:
-    """Return whether the process runs. A zombie does not."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _present() -> set[str]:
-    """Return the names of all namespaces that a Network made, and of the folders that belong to them."""
-    listed = [line.split()[0] for line in _run(["ip", "netns", "list"]).splitlines() if line.strip()]
-    folders = [path.name for path in HOSTS.iterdir()] if HOSTS.is_dir() else []
-    return {name for name in (*listed, *folders) if _NAME.fullmatch(name)}
-
-
-def _remove(name: str) -> None:
-    # Ignore errors, so that one failure does not keep the rest from being removed.
-    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout.split()
-    for pid in pids:
-        subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    shutil.rmtree(HOSTS / name, ignore_errors=True)
-
-
-def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = done.stderr.strip() or done.stdout.strip()
-        hint = ""
-        if "netem" in command:
-            hint = " This kernel has no netem (module sch_netem): leave --latency out."
-        raise GraceError(f"cannot make the test network: '{' '.join(command)}' failed: {said}.{hint}")
-    return done.stdout
+def sent_bytes(interface: str) -> int:
+    """Return the bytes that an interface of this process' network namespace has sent so far."""
+    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+    figures = next(line.split(":")[1] for line in lines if line.strip().startswith(f"{interface}:"))
+    # Eight columns of what it has received come before.
+    return int(figures.split()[8])

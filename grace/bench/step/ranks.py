@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any
 
@@ -69,7 +69,7 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         try:
-            environments = self._horovod() if self._library == "horovod" else self._torch()
+            environments = self._horovod() if self._library == "horovod" else torch_environment(self._network)
             for rank, (node, environment) in enumerate(zip(self._network.nodes, environments, strict=True)):
                 self._workers.append(self._start(rank, node, environment))
             self._answers(START_S, "start")
@@ -116,57 +116,19 @@ class Ranks:
     # --- starting -------------------------------------------------------------------------------------------------
 
     def _horovod(self) -> list[dict[str, str]]:
-        """Return the environment of each rank, with which Horovod's Gloo finds the other ranks."""
-        nodes, size = self._network.nodes, len(self._network.nodes)
-        # Without a limit, all ranks share the machine's loopback.
-        local_size = self._network.local_size if nodes[0].namespace is not None else size
-        hosts = ",".join(f"{node.address}:{local_size}" for node in nodes[::local_size])
+        """Start Horovod's rendezvous server, and return the environment of each rank."""
+        hosts = ",".join(
+            f"{node.address}:{_local_size(self._network)}"
+            for node in self._network.nodes[:: _local_size(self._network)]
+        )
         program = python(RENDEZVOUS, self._network.hub.address, hosts)
         self._rendezvous = self._launch("rendezvous", self._network.hub, program)
         assert self._rendezvous.stdout is not None
         port = self._rendezvous.stdout.readline().strip()
         if not port:
             raise GraceError(f"Horovod's rendezvous server did not start:\n{self._tail('rendezvous')}")
-        shared = {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._network.hub.address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_CYCLE_TIME": str(self._cycle_ms),
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(PATIENCE_S),
-        }
-        return [
-            {
-                **shared,
-                "HOROVOD_RANK": str(rank),
-                "HOROVOD_SIZE": str(size),
-                "HOROVOD_LOCAL_RANK": str(rank % local_size),
-                "HOROVOD_LOCAL_SIZE": str(local_size),
-                "HOROVOD_CROSS_RANK": str(rank // local_size),
-                "HOROVOD_CROSS_SIZE": str(size // local_size),
-                "HOROVOD_GLOO_IFACE": node.interface,
-                "HOROVOD_HOSTNAME": node.address,
-            }
-            for rank, node in enumerate(nodes)
-        ]
-
-    def _torch(self) -> list[dict[str, str]]:
-        """Return the environment of each rank, with which torch.distributed finds the other ranks."""
-        nodes, local_size = self._network.nodes, self._network.local_size
-        # In a namespace of their own, the ranks can use any port.
-        port = PORT if nodes[0].namespace is not None else _free_port()
-        shared = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(nodes))}
-        return [
-            {
-                **shared,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % local_size),
-                "LOCAL_WORLD_SIZE": str(local_size),
-                "GROUP_RANK": str(rank // local_size),
-                "GLOO_SOCKET_IFNAME": node.interface,
-            }
-            for rank, node in enumerate(nodes)
-        ]
+        own = {"HOROVOD_CYCLE_TIME": str(self._cycle_ms), "HOROVOD_GLOO_TIMEOUT_SECONDS": str(PATIENCE_S)}
+        return [{**environment, **own} for environment in horovod_environment(self._network, port)]
 
     def _start(self, rank: int, node: Node, environment: dict[str, str]) -> subprocess.Popen[str]:
         cores = sorted(os.sched_getaffinity(0))
@@ -176,7 +138,17 @@ class Ranks:
         program = python(WORKER, self._framework, self._library, self._model, interface, *self._modules)
         own = {"OMP_NUM_THREADS": str(share), "TF_CPP_MIN_LOG_LEVEL": "3"}
         return self._launch(
-            str(rank), node, program, {**_plain(os.environ), **self._allocator, **environment, **own}, mine
+            str(rank),
+            node,
+            program,
+            {
+                **plain(os.environ, "GRACE_CONFIG", "MALLOC_"),
+                **self._network.environment(),
+                **self._allocator,
+                **environment,
+                **own,
+            },
+            mine,
         )
 
     def _launch(
@@ -188,17 +160,7 @@ class Ranks:
         cores: Collection[int] = (),
     ) -> subprocess.Popen[str]:
         """Start a process in its own session. Its stderr goes to the log with this name."""
-        parent = os.getpid()
         self._logs[name] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
-
-        def prepare() -> None:
-            # A stopped process would otherwise stay for ever if this one is killed.
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-            if cores:
-                os.sched_setaffinity(0, cores)
-
         return subprocess.Popen(
             node.command(program),
             env={**environment, **SAFE_PATH},
@@ -207,7 +169,7 @@ class Ranks:
             stderr=self._logs[name],
             text=True,
             start_new_session=True,
-            preexec_fn=prepare,
+            preexec_fn=ending_with_this(cores),
         )
 
     # --- answers --------------------------------------------------------------------------------------------------
@@ -262,21 +224,74 @@ class Ranks:
             log.close()
 
 
-def _plain(environment: Any) -> dict[str, str]:
-    """Return the environment without the variables of launchers and of the user's configuration."""
-    dropped = (
-        "HOROVOD_",
-        "GRACE_CONFIG",
-        "OMPI_",
-        "PMIX_",
-        "MASTER_",
-        "RANK",
-        "WORLD_SIZE",
-        "MALLOC_",
-        "LOCAL_",
-        "GROUP_RANK",
-    )
-    return {name: value for name, value in environment.items() if not name.startswith(dropped)}
+def ending_with_this(cores: Collection[int] = ()) -> Callable[[], None]:
+    """Return what a child calls before its program: it is killed with this process, and runs on the cores only."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        # A stopped process would otherwise stay for ever if this one is killed.
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def torch_environment(network: Network) -> list[dict[str, str]]:
+    """Return the variables of each rank that torchrun would set, with which torch.distributed finds the others."""
+    nodes, local_size = network.nodes, network.local_size
+    # In a namespace of their own, the ranks can use any port.
+    port = PORT if nodes[0].namespace is not None else _free_port()
+    shared = {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(nodes))}
+    return [
+        {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % local_size),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            "GROUP_RANK": str(rank // local_size),
+            "GLOO_SOCKET_IFNAME": node.interface,
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def horovod_environment(network: Network, port: str) -> list[dict[str, str]]:
+    """Return the variables of each rank that horovodrun would set, with the rendezvous server at a port of the hub."""
+    nodes, size, local_size = network.nodes, len(network.nodes), _local_size(network)
+    shared = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": network.hub.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+    return [
+        {
+            **shared,
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(size),
+            "HOROVOD_LOCAL_RANK": str(rank % local_size),
+            "HOROVOD_LOCAL_SIZE": str(local_size),
+            "HOROVOD_CROSS_RANK": str(rank // local_size),
+            "HOROVOD_CROSS_SIZE": str(size // local_size),
+            "HOROVOD_GLOO_IFACE": node.interface,
+            "HOROVOD_HOSTNAME": node.address,
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def _local_size(network: Network) -> int:
+    # Without namespaces, all ranks share the machine's loopback.
+    return network.local_size if network.nodes[0].namespace is not None else len(network.nodes)
+
+
+def plain(environment: Mapping[str, str], *more: str) -> dict[str, str]:
+    """Return the environment without the variables of launchers, and without those that begin with one of `more`."""
+    launchers = ("HOROVOD_", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK")
+    return {name: value for name, value in environment.items() if not name.startswith((*launchers, *more))}
 
 
 def _free_port() -> int:

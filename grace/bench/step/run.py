@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from grace.bench.step.methods import Method
-from grace.bench.step.network import LINKS, Network
+from grace.bench.step.network import Network, limited_by, rate_of
 from grace.bench.step.ranks import Ranks
 from grace.core.config.registry import compressors
 
@@ -44,7 +44,7 @@ class Setting:
     @property
     def rate(self) -> int | None:
         """Bandwidth of a link in bits per second, None without a limit."""
-        return LINKS[self.link]
+        return rate_of(self.link)
 
 
 @dataclass
@@ -106,6 +106,7 @@ class Result:
             "cycle_time_ms": self.method.cycle_ms if self.method.library == "horovod" else None,
             "framework": setting.framework,
             "link": setting.link,
+            "limited_by": limited_by(setting.link),
             "latency": setting.latency,
             "ranks": setting.ranks,
             "ranks_per_node": setting.local_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from grace.bench.step.network import limited_by
 from grace.bench.step.run import Result, Setting
 from grace.bench.table import SECONDS, digits, scaled
 from grace.core.observe.table import align
@@ -35,10 +36,11 @@ def head(reference: Result) -> list[str]:
 def place(setting: Setting) -> str:
     """Return a description of the run: model, framework, ranks, processor, link and options."""
     delay = f" with {setting.latency} additional delay" if setting.latency else ""
+    pacing = " by pacing" if limited_by(setting.link) == "pacing" else ""
     options = "".join(f"; {key}={json.dumps(value)}" for key, value in setting.options.items())
     return (
         f"{setting.model} in {setting.framework}; {_placed(setting)} on {processor()}; "
-        f"link {setting.link}{delay}{options}"
+        f"link {setting.link}{pacing}{delay}{options}"
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.step.meter import Meter, facts, per_step
+from grace.bench.step.network import sent_bytes
 from grace.bench.step.side import Side
 from grace.bench.variants import import_own
 
@@ -117,7 +118,7 @@ def _say(answers: Any, what: dict[str, Any]) -> None:
 def _sent(interface: str | None) -> int | None:
     if interface is None:
         return None
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+    return sent_bytes(interface)
 
 
 def main() -> None:
