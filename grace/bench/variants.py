@@ -125,25 +125,25 @@ def _refused(text: str) -> ConfigError:
     return ConfigError(f"--compressors: expected {FORM}; received '{text}'.")
 
 
-def import_own(given: Sequence[str]) -> list[str]:
-    """Import the modules of `--import`, which register components, and return the names by which others find them.
+def import_own(given: Sequence[str], option: str = "--import") -> list[str]:
+    """Import the modules of an option, such as those that register components; return how other processes find them.
 
     A module is given by its name, or by the path of its file; the path may be relative, the returned one is not. Other
     modules beside such a file can be imported, but do not take precedence over installed ones.
     Raises ConfigError, whatever the import raises.
     """
-    return [_imported(text) for text in given]
+    return [_imported(text, option) for text in given]
 
 
-def _imported(text: str) -> str:
+def _imported(text: str, option: str) -> str:
     path = Path(text).resolve() if text.endswith(".py") else None
     try:
         if path is None:
             importlib.import_module(text)
             return text
         if not path.is_file():
-            raise ConfigError(f"--import: there is no file '{text}'.")
-        _run_file(path)
+            raise ConfigError(f"{option}: there is no file '{text}'.")
+        _run_file(path, option)
         return str(path)
     except ConfigError:
         raise
@@ -151,15 +151,15 @@ def _imported(text: str) -> str:
         hint = ""
         if path is None and isinstance(error, ModuleNotFoundError):
             hint = " Give the path of its file, such as ./mine.py, or put its folder on PYTHONPATH."
-        raise ConfigError(f"--import: '{text}' cannot be imported: {type(error).__name__}: {error}.{hint}") from error
+        raise ConfigError(f"{option}: '{text}' cannot be imported: {type(error).__name__}: {error}.{hint}") from error
 
 
-def _run_file(path: Path) -> None:
+def _run_file(path: Path, option: str) -> None:
     name = path.stem
     if name in sys.modules:
         if getattr(sys.modules[name], "__file__", None) == str(path):
             return
-        raise ConfigError(f"--import: another module is named '{name}'; rename the file '{path}'.")
+        raise ConfigError(f"{option}: another module is named '{name}'; rename the file '{path}'.")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from grace.bench.step import command as step_command
 from grace.bench.step import table as step_table
 from grace.bench.step.command import parse_numbers, parse_options
 from grace.bench.step.methods import COMPUTE, Method
+from grace.bench.step.own import check_model, load_builder
 from grace.bench.step.ranks import START_S, VISIT_S, Ranks
 from grace.bench.step.run import Result, Setting
 from grace.bench.step.worker import visit
@@ -778,6 +780,54 @@ def test_variants_and_a_method_of_a_users_own_in_training(tmp_path):
     sent = [result["reported_bytes"] for result in results]
     assert sent[1] < sent[0] / 3
     assert sent[2] > 4 * 269_722
+
+
+OWN = """
+import {helper}, torch
+def build():
+    model = torch.nn.Linear(64, 1000)
+    return model, lambda: model(torch.randn(4, 64)).square().mean()
+"""
+
+
+def test_a_model_of_a_users_own(tmp_path):
+    """With each way to use grace, and a module beside the file."""
+    (tmp_path / "own_train.py").write_text(OWN.format(helper="own_helper"))
+    (tmp_path / "own_helper.py").write_text("")
+    path = tmp_path / "step.json"
+    launchers = ["torch", "torch-module", "torch-optimizer", "torch-fsdp"]
+    given = ["--model", "own_train.py:build", "--link", "none", "--compressors", "fp16"]
+    given += ["--rounds", "1", "--steps", "1"]
+    output, _ = finished(*given, "--launcher", *launchers, "--json", str(path), cwd=tmp_path)
+    assert output.startswith("own_train.py:build in torch")
+    results = json.loads(path.read_text())
+    assert [result["launcher"] for result in results[-4:]] == launchers
+    # The bias stays as it is.
+    assert {result["reported_bytes"] for result in results[-4:-1]} == {2 * 64_000 + 4 * 1000}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("own.py:build", "--model: there is no file 'own.py'"),
+        ("own.py:", "--model: expected FILE.py:FUNCTION, such as train.py:build, received 'own.py:'"),
+        ("own.py:a b", "--model: expected FILE.py:FUNCTION"),
+        ("mpl", "--model: unknown name 'mpl'. Did you mean 'mlp'"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(text, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_model(text)
+
+
+def test_a_function_that_builds_no_model_is_refused(tmp_path):
+    file = tmp_path / "own_wrong.py"
+    file.write_text("def build(): return 3\nnothing = None")
+    check_model(f"{file}:build")
+    with pytest.raises(ConfigError, match=r"--model: build\(\) must return the model and a function .* received int"):
+        load_builder(f"{file}:build")()
+    with pytest.raises(ConfigError, match="has no function 'nothing'"):
+        load_builder(f"{file}:nothing")
 
 
 def test_what_pacing_cannot_do_is_refused(monkeypatch):

@@ -20,6 +20,7 @@ from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, compared
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, MOST_RANKS, check_link
+from grace.bench.step.own import check_model
 from grace.bench.variants import import_own, parse_variants, read_value
 from grace.core.errors import ConfigError, nearest
 from grace.machine import FRAMEWORKS, installed
@@ -60,7 +61,8 @@ def add_step(commands: Any) -> None:
     )
     add = parser.add_argument
     add_network(parser)
-    model = add("--model", default="mlp", help=f"{', '.join(NAMES)} (default: mlp)")
+    own = "FILE.py:FUNCTION of your own, which returns a model and a function that returns the loss of a batch"
+    model = add("--model", default="mlp", help=f"{', '.join(NAMES)}, or {own} (default: mlp)")
     add_variants(parser, " ".join(COMPRESSORS))
     options = "configuration of all compressors, such as bucket_bytes=8388608"
     add("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=options)
@@ -174,7 +176,7 @@ def _checked(args: argparse.Namespace) -> Run:
         if value < 1:
             raise ConfigError(f"--{option}: expected at least 1, received {value}.")
     ranks, local_size = read_network(args)
-    _check("--model", args.model, NAMES)
+    check_model(args.model)
     framework = _framework(args.framework)
     launchers = _split(args.launcher or ["torch" if framework == "torch" else "horovod"])
     for name in launchers:

@@ -134,3 +134,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": ResNet,
     "transformer": Transformer,
 }
+
+
+def builder(name: str) -> Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]:
+    """Return the function that makes a model and its loss."""
+
+    def build() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        model = MODELS[name]()
+        return model, model.loss
+
+    return build

@@ -14,6 +14,7 @@ import tensorflow as tf
 import grace.tensorflow
 from grace.bench.step.methods import BASELINES, COMPUTE, hops, kept
 from grace.bench.step.models_tensorflow import MODELS
+from grace.bench.step.own import load_builder
 from grace.bench.step.side import SEED, Side, Training
 
 
@@ -55,7 +56,7 @@ class HorovodSide:
     def __init__(self, model: str) -> None:
         logging.getLogger("grace").setLevel(logging.WARNING)
         hvd.init()
-        self._model = MODELS[model]
+        self._model = MODELS[model] if model in MODELS else load_builder(model)
         self._held: list[Any] = []
 
     def barrier(self) -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from grace.bench.step import original
 from grace.bench.step.methods import BASELINES, COMPUTE, LAUNCHERS, hops, kept
-from grace.bench.step.models_torch import MODELS
+from grace.bench.step.models_torch import MODELS, builder
+from grace.bench.step.own import load_builder
 from grace.bench.step.side import SEED, Side, Training
+
+# It makes a model and the function that computes its loss.
+Build = Callable[[], tuple[Any, Callable[[], torch.Tensor]]]
 
 
 def make(library: str, model: str) -> Side:
     """Return the side of the library "horovod" or "torch"."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return HorovodSide(model) if library == "horovod" else TorchSide(model)
+    build = builder(model) if model in MODELS else load_builder(model)
+    return HorovodSide(build) if library == "horovod" else TorchSide(build)
 
 
 class _Step:
@@ -46,7 +51,7 @@ class _Step:
 class HorovodSide:
     """Horovod, and grace on top of it."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, build: Build) -> None:
         import horovod.torch as hvd
 
         # A local import before the measurement, so that grace's modules do not count as memory of a method.
@@ -54,7 +59,7 @@ class HorovodSide:
 
         logging.getLogger("grace").setLevel(logging.WARNING)
         hvd.init()
-        self._hvd, self._grace, self._model = hvd, grace.torch, MODELS[model]
+        self._hvd, self._grace, self._build = hvd, grace.torch, build
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -64,27 +69,27 @@ class HorovodSide:
         """Make a model and an optimizer for the method."""
         hvd = self._hvd
         torch.manual_seed(SEED)
-        model = self._model()
+        model, loss = self._build()
         torch.manual_seed(SEED + hvd.rank())
         optimizer = _sgd(model)
         if method == COMPUTE:
-            return _Step(model, optimizer, model.loss)
+            return _Step(model, optimizer, loss)
         named = list(model.named_parameters())
         if method in BASELINES:
             compression = hvd.Compression.fp16 if method == "horovod-fp16" else hvd.Compression.none
             wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
             if method in original.PARAMETERS:
                 original.compress(wrapped, method, hvd.size())
-            return _Step(model, wrapped, model.loss)
+            return _Step(model, wrapped, loss)
         config = {**options, "compressor": method}
         wrapped = self._grace.DistributedOptimizer(optimizer, named_parameters=named, config=config)
-        return _Step(model, wrapped, model.loss, wrapped.grace, hvd.size())
+        return _Step(model, wrapped, loss, wrapped.grace, hvd.size())
 
 
 class TorchSide:
     """PyTorch's own DistributedDataParallel and FSDP2 over Gloo, and grace on top of them."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, build: Build) -> None:
         # Local imports before the measurement, so that their modules do not count as memory of a method.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.distributed.fsdp import fully_shard
@@ -95,7 +100,7 @@ class TorchSide:
         self._hooks, self._powersgd, self._shard, self._grace = default_hooks, powerSGD_hook, fully_shard, grace.torch
         store, rank, size = _store()
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        self._model, self._size = MODELS[model], size
+        self._build, self._size = build, size
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -104,29 +109,29 @@ class TorchSide:
     def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
         """Make a model and an optimizer for the method."""
         torch.manual_seed(SEED)
-        model = self._model()
+        model, loss = self._build()
         torch.manual_seed(SEED + torch.distributed.get_rank())
         if method == COMPUTE:
-            return _Step(model, _sgd(model), model.loss)
+            return _Step(model, _sgd(model), loss)
         config = {**options, "compressor": method}
         if method not in BASELINES and launcher == "torch-module":
             exchange = self._grace.register(model, config)
-            return _Step(model, _sgd(model), model.loss, exchange, self._size)
+            return _Step(model, _sgd(model), loss, exchange, self._size)
         if method not in BASELINES and launcher == "torch-optimizer":
             named = list(model.named_parameters())
             wrapped = self._grace.DistributedOptimizer(
                 _sgd(model), named_parameters=named, config=config, backend="torch"
             )
-            return _Step(model, wrapped, model.loss, wrapped.grace, self._size)
+            return _Step(model, wrapped, loss, wrapped.grace, self._size)
         if method not in BASELINES and launcher == "torch-one-bit-adam":
             from grace.torch.optim import OneBitAdam
 
             # The warm-up is over before a step is timed.
             adam = OneBitAdam(model.named_parameters(), 0.001, config=config, freeze_step=1, backend="torch")
-            return _Step(model, adam, model.loss, adam.grace, self._size)
+            return _Step(model, adam, loss, adam.grace, self._size)
         reference = method if method in BASELINES else LAUNCHERS[launcher].reference
         sharded = reference.startswith("fsdp")
-        parallel = self._sharded(model, reference) if sharded else self._replicated(model, method)
+        parallel = self._sharded(model, loss, reference) if sharded else self._replicated(model, loss, method)
         # PyTorch has no fused SGD for sharded parameters.
         optimizer = _sgd(model, fused=not sharded)
         if method in BASELINES:
@@ -134,13 +139,13 @@ class TorchSide:
         exchange = self._grace.register(parallel, config)
         return _Step(model, optimizer, parallel, exchange, self._size)
 
-    def _replicated(self, model: Any, method: str) -> torch.nn.Module:
+    def _replicated(self, model: Any, loss: Any, method: str) -> torch.nn.Module:
         # With several buckets, PowerSGD's hook starts collectives in an order that differs between the ranks. One
         # bucket avoids that.
         megabytes = 4096 if method == "ddp-powersgd" else None
         # Otherwise DDP copies each gradient into its buffer and back.
         ddp = torch.nn.parallel.DistributedDataParallel(
-            _Loss(model), bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+            _Loss(model, loss), bucket_cap_mb=megabytes, gradient_as_bucket_view=True
         )
         if method == "ddp-fp16":
             ddp.register_comm_hook(None, self._hooks.fp16_compress_hook)
@@ -149,16 +154,16 @@ class TorchSide:
             ddp.register_comm_hook(state, self._powersgd.powerSGD_hook)
         return ddp
 
-    def _sharded(self, model: Any, reference: str) -> torch.nn.Module:
+    def _sharded(self, model: Any, loss: Any, reference: str) -> torch.nn.Module:
         """Return the loss with the parameters of each layer sharded on their own."""
-        loss = _Loss(model)
+        whole = _Loss(model, loss)
         # None is FSDP's default.
         reshard = False if reference == "fsdp-zero2" else None
         for layer in model.children():
             if any(True for _ in layer.parameters()):
                 self._shard(layer, reshard_after_forward=reshard)
-        self._shard(loss, reshard_after_forward=reshard)
-        return loss
+        self._shard(whole, reshard_after_forward=reshard)
+        return whole
 
 
 def _store() -> tuple[torch.distributed.Store, int, int]:
@@ -180,10 +185,10 @@ def _sgd(model: Any, fused: bool = True) -> torch.optim.Optimizer:
 class _Loss(torch.nn.Module):
     """The model's loss as a module, because DistributedDataParallel acts on `forward`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, loss: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._loss = model, loss
 
     def forward(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model.loss()
+        loss: torch.Tensor = self._loss()
         return loss
