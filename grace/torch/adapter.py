@@ -19,6 +19,8 @@ from grace.torch.library import Delegated
 from grace.torch.references import References
 from grace.torch.views import GradientViews
 
+# More backward passes than a closure takes.
+_MANY = 1 << 30
 # By these marks, a learning-rate scheduler finds that it counts the steps of an optimizer.
 _COUNTED = ("_wrapped_by_lr_sched", "_with_counter")
 
@@ -117,7 +119,7 @@ class GradientAdapter(OptimizerAdapter):
         super().__init__(*given)
         self.delegated, self.sparse_as_dense, self.views = delegated, sparse_as_dense, views
         self.loss_scale = self.exchange.loss_scale
-        self.references = References(self.exchange, self.optimizer, self.names)
+        self.references = References(self.exchange, self.names, self._alone)
         self.library_synchronize = self.optimizer.synchronize
         # Keep the index of the group, because loading a checkpoint replaces the group objects.
         self.group_of = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
@@ -236,7 +238,7 @@ class GradientAdapter(OptimizerAdapter):
         self.rollback.check()
         loss = None
         if self.references.needed and optimizer._should_synchronize:
-            loss = self.references.evaluate(closure)
+            loss = self._evaluate(closure)
             for p in optimizer._handles:
                 optimizer._handles[p] = self.start(p)
         elif closure is not None:
@@ -262,6 +264,35 @@ class GradientAdapter(OptimizerAdapter):
         if not exchange.scaler_sought and optimizer._should_synchronize == exchange.all_dense:
             exchange.warn_of_scaler()
         return result if closure is None else loss
+
+    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        """Evaluate a closure at earlier weights, and at those of now; return what the latter returns.
+
+        Its gradients are exchanged afterwards, however many backward passes it takes.
+        """
+        if closure is None:
+            raise StepError(
+                "a memory needs second gradients, and step() was called without a closure; pass one that computes the "
+                "gradients: of all data if grace.full_round of the optimizer is true, else of a batch, which stays the "
+                "same when it is called twice."
+            )
+        optimizer = self.optimizer
+        passes = optimizer.backward_passes_per_step
+        optimizer.set_backward_passes_per_step(_MANY)
+        try:
+            self.references.evaluate(closure)
+            with torch.enable_grad():
+                return closure()
+        finally:
+            optimizer.set_backward_passes_per_step(passes)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Forget the backward passes of the body: their gradients stay on this rank."""
+        try:
+            yield
+        finally:
+            self.optimizer._handles.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Raises StepError while they are being exchanged."""

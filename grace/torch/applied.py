@@ -64,6 +64,8 @@ class Applied:
         self._of_optimizers: set[int] = set()
         self._sought = self._told_of_dropped = self._told_of_passed = False
         self._expected: Callable[[], bool] = lambda: False
+        #: True during backward passes whose gradients are put aside.
+        self.paused = False
 
     def attach(self, expected: Callable[[], bool]) -> None:
         """Watch the gradients and the optimizers; `expected()` tells whether a gradient now belongs to an exchange."""
@@ -74,7 +76,7 @@ class Applied:
         @unserializable_hook
         def look(_: torch.Tensor) -> None:
             applied = alive()
-            if applied is not None and applied._pass != torch._C._current_graph_task_id():
+            if applied is not None and not applied.paused and applied._pass != torch._C._current_graph_task_id():
                 applied._look()
 
         for p in self._names:

@@ -136,7 +136,9 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
                 made.outer, optimizer, {p: names[p] for p in trained}, lambda: buffers, library.transport, _WHERE
             )
             specs += beside.specs
-        run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True, references=not outer)
+        # A GradScaler passes no closure to step().
+        references = not outer and scaler is None
+        run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True, references=references)
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
         refuse_unfrozen,
@@ -147,7 +149,7 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     # Outer steps exchange no gradients, which the exchange would unscale.
     exchange = Exchange(session, library, parameters, None if outer else scaler)
     exchange.optimizers.append(used)
-    exchange.takes_references = True
+    exchange.takes_references = references
     follows(exchange)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter

@@ -1,29 +1,32 @@
-"""`References`: second gradients of a wrapped optimizer, by its closure at earlier weights."""
+"""`References`: second gradients of a wrapped optimizer or a model, by a closure at earlier weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from grace.core.errors import ConfigError, StepError
+from grace.core.errors import ConfigError
 from grace.torch.exchange import Exchange
-
-# More backward passes than a closure takes.
-_MANY = 1 << 30
 
 
 class References:
     """Second gradients of the same batch, for memories that need them: those of a closure at earlier weights.
 
-    `names` has the names of the parameters. `Exchange.earlier` has the weights, which are equal on all ranks. Raises
-    ConfigError if some memories follow the last step and others the last full round.
+    `names` has the names of the parameters. In the context `alone()`, backward passes leave their gradients on this
+    rank. `Exchange.earlier` has the weights, which are equal on all ranks.
     """
 
-    def __init__(self, exchange: Exchange, optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> None:
-        self._exchange, self._optimizer, self._names = exchange, optimizer, names
-        self._gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+    def __init__(
+        self,
+        exchange: Exchange,
+        names: Mapping[torch.Tensor, str],
+        alone: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._exchange, self._names, self._alone = exchange, names, alone
+        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._kept: dict[str, torch.Tensor] | None = None
 
     @property
@@ -31,59 +34,64 @@ class References:
         """True if the next step needs a closure."""
         return self._exchange.plan.period > 0
 
-    def of(self, p: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the second gradient of a parameter; None if the step takes none."""
+    def of(self, p: torch.Tensor) -> torch.Tensor | None:
+        """Return the second gradient of a parameter, without the loss scale; None if the step takes none."""
         if p not in self._gradients:
             return None
         gradient = self._gradients[p]
         if gradient is None:
             return torch.zeros_like(p)
-        return gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        scale = self._exchange.loss_scale
+        return gradient if scale is None else scale.unscaled(gradient)
 
-    def evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        """Evaluate a closure at earlier weights, unless this is a full round, and then at those of now.
+    def evaluate(self, closure: Callable[[], Any]) -> None:
+        """Evaluate a closure at earlier weights, unless this is a full round; weights and gradients return.
 
-        Return what the latter returns. Its gradients are exchanged afterwards, however many backward passes it takes.
-        Both draw the same random numbers. Raises StepError without a closure.
+        It draws the random numbers that the caller will draw next.
         """
-        if closure is None:
-            raise StepError(
-                "a memory needs second gradients, and step() was called without a closure; pass one that computes the "
-                "gradients: of all data if grace.full_round of the optimizer is true, else of a batch, which stays the "
-                "same when it is called twice."
-            )
-        optimizer, exchange = self._optimizer, self._exchange
-        passes, full = optimizer.backward_passes_per_step, exchange.full_round
+        exchange, full = self._exchange, self._exchange.full_round
         now = {name: p.detach().clone() for p, name in self._names.items()}
-        optimizer.set_backward_passes_per_step(_MANY)
-        try:
-            self._gradients = {} if full else self._at(exchange.earlier or now, now, closure)
-            self._kept = now if full or follows(exchange) else None
-            with torch.enable_grad():
-                return closure()
-        finally:
-            optimizer.set_backward_passes_per_step(passes)
+        self._gradients = {} if full else self._at(exchange.earlier or now, now, closure)
+        self._kept = now if full or follows(exchange) else None
 
     def _at(
         self, earlier: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], closure: Callable[[], Any]
-    ) -> dict[torch.nn.Parameter, torch.Tensor | None]:
-        """Return the gradients of a closure at earlier weights; the weights of now return."""
+    ) -> dict[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of a closure at earlier weights."""
         devices = {p.device.index for p in self._names if p.device.type == "cuda"}
+        before = {p: p.grad for p in self._names}
+        for p in self._names:
+            p.grad = None
+        if self._exchange.applied is not None:
+            self._exchange.applied.paused = True
         try:
             self._put(earlier)
-            with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
+            with self._alone(), torch.random.fork_rng(sorted(devices)), torch.enable_grad():
                 closure()
+            return {p: None if p.grad is None else p.grad.detach().clone() for p in self._names}
         finally:
             self._put(now)
-            self._optimizer._handles.clear()
-        gradients = {p: None if p.grad is None else p.grad.detach().clone() for p in self._names}
-        self._optimizer.zero_grad()
-        return gradients
+            for p, gradient in before.items():
+                p.grad = gradient
+            if self._exchange.applied is not None:
+                self._exchange.applied.paused = False
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for p, name in self._names.items():
-                p.copy_(weights[name])
+        for p, name in self._names.items():
+            # Not a change that autograd counts: the weights return.
+            p.data.copy_(weights[name])
+
+    def clear(self) -> None:
+        """Forget the second gradients, which belong to one exchange."""
+        self._gradients = {}
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step of an optimizer, of these parameters or of others."""
+        ours = any(p in self._names for group in optimizer.param_groups for p in group["params"])
+        # A fused optimizer leaves out a step of a GradScaler itself.
+        if ours and not bool(getattr(optimizer, "found_inf", None)):
+            self.applied()
 
     def applied(self) -> None:
         """Take note that the gradients of the last `evaluate` were applied."""

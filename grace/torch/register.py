@@ -17,6 +17,7 @@ from grace.torch.exchange import OPS, Exchange
 from grace.torch.loss_scale import enabled
 from grace.torch.model import WHERE, ModelExchange
 from grace.torch.optimizer import refuse_parameters
+from grace.torch.references import follows
 from grace.torch.tensors import spec_of
 
 
@@ -96,13 +97,19 @@ def register(
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
         session.local = {"model number": session.number, "grad_scaler": scaler is not None}
-        run = session.begin(specs, OPS, average=True, delegate=library.reduces)
+        # In the first step of a static graph, DDP would count the passes of no_sync() as well.
+        references = not (isinstance(model, DistributedDataParallel) and model.static_graph)
+        run = session.begin(specs, OPS, average=True, delegate=library.reduces, references=references)
     exchange: ModelExchange
     if isinstance(model, DistributedDataParallel):
         exchange = ModelExchange(session, library, parameters, scaler)
+        exchange.takes_references = references
+        follows(exchange)
         GradientHook(model, parameters, exchange, wrapped).attach(model)
     else:
         exchange = ModuleExchange(session, library, parameters, scaler)
+        exchange.takes_references = True
+        follows(exchange)
         exchange.attach(model)
     exchange.announce(run.stages)
     return exchange

@@ -40,7 +40,7 @@ ADAPTERS = ("grace.torch.Exchange", "grace.tensorflow.Exchange", "grace.mpi.MPIE
 OBJECTS = {
     "optimizer.grace": ADAPTERS[:2],
     "self.grace": (*ADAPTERS[:2], "grace.torch.distributed.ExchangeState"),
-    "exchange": (*ADAPTERS, "grace.torch.distributed.module.ModuleExchange"),
+    "exchange": (*ADAPTERS, "grace.torch.model.ModelExchange", "grace.torch.distributed.module.ModuleExchange"),
     "simulation": ("grace.Simulation",),
     "run": ("grace.core.state.run.Run",),
 }

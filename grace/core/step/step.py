@@ -211,7 +211,7 @@ class Step:
                 f"tensor '{name}', step {self.number}: memory '{memories.name_of(item.memory)}' takes the gradient of "
                 "all data and no second one in a full round, and a second one of the same batch in any other step; "
                 f"{given} in {'a full round' if self.full else 'a step that is none'}. Ask `full_round` before a step, "
-                "or pass step() a closure."
+                "or pass a closure to step(), or to evaluate() of a registered model."
             )
         if reference is None:
             return

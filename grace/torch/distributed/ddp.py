@@ -19,7 +19,7 @@ from grace.core.guards.waiting import wait_until
 from grace.core.transport.transport import Handle, Transport
 from grace.torch.applied import Applied
 from grace.torch.distributed.wrapped import Taken, WrappedHook, split
-from grace.torch.exchange import Exchange
+from grace.torch.model import ModelExchange
 from grace.torch.tensors import refuse_unfrozen
 
 # The models that have a hook of grace.
@@ -95,7 +95,7 @@ class GradientHook:
         self,
         model: DistributedDataParallel,
         parameters: Mapping[str, torch.nn.Parameter],
-        exchange: Exchange,
+        exchange: ModelExchange,
         wrapped: WrappedHook | None,
     ) -> None:
         # Not the model, which owns this object in C++: Python would never free the two.
@@ -133,6 +133,7 @@ class GradientHook:
             exchange.loss_scale.attach_to(lambda: self._trained)
         exchange.rollback.forget = self._forget
         alive = weakref.ref(model)
+        exchange.take_references(lambda: alive().no_sync())
         # False after a forward pass in no_sync(), whose gradients stay on this rank.
         self._applied.attach(lambda: bool(getattr(alive(), "require_forward_param_sync", False)))
         # DDP would refuse the annotations of a method, because they are strings.
@@ -247,7 +248,13 @@ class GradientHook:
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.unscale_(gradient)
         self._gradients[name] = gradient
-        self._run.current.ready(name, gradient, unused=self._used is not None and name not in self._used)
+        unused = self._used is not None and name not in self._used
+        self._run.current.ready(name, gradient, reference=self._reference(name, gradient), unused=unused)
+
+    def _reference(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        found = self._exchange.reference(name)
+        # A hook that the model had before may have changed the dtype.
+        return None if found is None else found.to(gradient.dtype)
 
     def _end(self) -> None:
         """Complete the step. An error is raised after DDP's own end, if this is a backward pass and DDP comes there."""

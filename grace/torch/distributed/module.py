@@ -79,6 +79,7 @@ class ModuleExchange(ModelExchange):
             self.loss_scale.attach_to(lambda: self.trained)
         assert self.applied is not None
         self.applied.attach(lambda: self._syncs)
+        self.take_references(self.no_sync)
         alive = weakref.ref(self)
 
         def reached(p: torch.nn.Parameter) -> None:
@@ -151,7 +152,7 @@ class ModuleExchange(ModelExchange):
             self.lend(name, gradient)
         if self.loss_scale is not None:
             gradient = self.loss_scale.unscaled(gradient)
-        self.run.current.ready(name, gradient, unused=missing)
+        self.run.current.ready(name, gradient, reference=self.reference(name), unused=missing)
 
     def _end(self) -> None:
         """Complete the exchange at the end of a backward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.adapters.torch.test_optimizer import assert_second_gradients
 from tests.support.launch import TORCH, Launch
 from tests.support.ranks import on, same, scenario
 
@@ -17,6 +18,17 @@ def test_a_plain_model_trains_as_in_ddp(launch):
     ranks = scenario("trained_plainly", launch)
     for label in ranks[0]:
         assert same([found for rank in ranks for found in rank[label]]), label
+
+
+@on(TWO, THREE)
+def test_a_closure_gives_registered_models_second_gradients(launch):
+    ranks = scenario("second_gradients_of_models", launch)
+    assert_second_gradients(ranks)
+    for rank in ranks:
+        assert "received none in a step that is none" in rank["without"]
+        assert rank["dropped"] == 0
+        assert "no step here takes one" in rank["static"]
+        assert "no step here takes one" in rank["sharded"]
 
 
 @on(TWO)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import horovod.torch as hvd
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 
 import grace
 from grace.core.config.registry import About
@@ -197,11 +201,19 @@ class _Line:
             loss.backward()
         return loss
 
-    def step(self, number: int) -> torch.Tensor:
-        """Take a step of the simulation with learning rate 0.1, and return the new weights."""
+    def step(self, number: int, bad: bool = False) -> torch.Tensor:
+        """Take a step of the simulation with learning rate 0.1, and return the new weights.
+
+        If the gradient of rank 0 is `bad`, the weights stay.
+        """
         full = self.simulation.full_round
         second = None if full else self.gradients(self.earlier, number % 4)
-        merged = self.simulation.step(self.gradients(self.w, None if full else number % 4), references=second)
+        given = self.gradients(self.w, None if full else number % 4)
+        if bad:
+            given[0]["weight"] = given[0]["weight"] * float("inf")
+        merged = self.simulation.step(given, references=second)
+        if bad:
+            return self.w
         if full or self.config["memory"]["name"] == "marina":
             self.earlier = self.w
         self.w = self.w - 0.1 * merged[my_rank()]["weight"]
@@ -215,8 +227,10 @@ def second_gradients() -> dict[str, Any]:
         line = _Line({"memory": memory})
         model, again = (torch.nn.Linear(12, 5, bias=False) for _ in "ab")
         torch.nn.init.zeros_(model.weight)
+        # Also with gradients that are views into flat storage.
+        views = {"gradient_as_bucket_view": memory["name"] == "lsvrg"}
         optimizer, resumed = (
-            wrap(each, line.config, optimizer=sgd(each, lr=0.1, momentum=0.0)) for each in (model, again)
+            wrap(each, line.config, optimizer=sgd(each, lr=0.1, momentum=0.0), **views) for each in (model, again)
         )
 
         for number in range(8):
@@ -232,18 +246,92 @@ def second_gradients() -> dict[str, Any]:
                 resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         report["weights"].append([digest(net.parameters()) for net in (model, again)])
         report["without"] = outcome(lambda which=optimizer: which.step())
-    report["registered"] = (
-        outcome(
-            lambda: grace.torch.register(
-                torch.nn.parallel.DistributedDataParallel(make_net()), {"compressor": "qsgd", "memory": "marina"}
-            )
-        )
-        if dist.is_initialized()
-        else ""
-    )
+    scaler = torch.amp.GradScaler("cpu")
+    report["scaled"] = outcome(lambda: wrap(make_net(), {"compressor": "qsgd", "memory": "marina"}, grad_scaler=scaler))
     both = [{"match": "left.*", "compressor": "qsgd", "memory": "lsvrg"}]
     report["both"] = outcome(lambda: wrap(make_net(), {"compressor": "qsgd", "memory": "marina", "rules": both}))
     return report
+
+
+def second_gradients_of_models() -> dict[str, Any]:
+    """Train registered models by `evaluate`, as a simulation does; load in the middle, and leave `evaluate` out.
+
+    With a GradScaler, the gradient of rank 0 overflows in one step.
+    """
+    report: dict[str, Any] = {"wrong": [], "drawn": [], "weights": []}
+    ways = ("ddp", "views", "unused", "plain")
+    memories = ({"name": "marina", "period": 3}, {"name": "lsvrg", "period": 3, "then": "residual"})
+    for way, memory, scaled in itertools.product(ways, memories, (False, True)):
+        line = _Line({"memory": memory})
+        one, other = (_Registered(line, way, scaled) for _ in "ab")
+        for number in range(8):
+            bad = scaled and number == 5
+            drawn = one.step(number, bad)
+            if not torch.allclose(one.model.weight, line.step(number, bad), atol=1e-5):
+                report["wrong"].append((way, memory["name"], scaled, number))
+            report["drawn"].append(drawn)
+            if number > 4:
+                other.step(number, bad)
+            if number == 4:
+                other.load(one)
+        report["weights"].append([digest(each.model.parameters()) for each in (one, other)])
+    number = 8
+    while one.exchange.full_round:
+        one.step(number)
+        number += 1
+    report["without"] = outcome(lambda: one.net(line.x[0, 0]).sum().backward())
+    one.exchange.discard()
+    # Several exchanges before a step of the optimizer.
+    with mock.patch.object(one.exchange.run, "put_back") as put_back:
+        for _ in range(6):
+            one.exchange.evaluate(lambda: one.net(line.x[0, 0]).sum().backward())
+    report["dropped"] = put_back.call_count
+    marina = {"compressor": "qsgd", "memory": "marina"}
+    both = [{"match": "left.*", "compressor": "qsgd", "memory": "lsvrg"}]
+    static = torch.nn.parallel.DistributedDataParallel(make_net(), static_graph=True)
+    report["static"] = outcome(lambda: grace.torch.register(static, marina))
+    report["sharded"] = outcome(lambda: grace.torch.register(fully_shard(torch.nn.Linear(8, 8)), marina))
+    report["both"] = outcome(lambda: grace.torch.register(make_net(), {**marina, "rules": both}))
+    return report
+
+
+class _Registered:
+    """A registered model that learns `_Line`, in DDP or plain."""
+
+    def __init__(self, line: _Line, way: str, scaled: bool) -> None:
+        self.line, self.model = line, torch.nn.Linear(12, 5, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        options = {"views": {"gradient_as_bucket_view": True}, "unused": {"find_unused_parameters": True}}.get(way, {})
+        ddp = torch.nn.parallel.DistributedDataParallel
+        self.net: Any = self.model if way == "plain" else ddp(self.model, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        self.exchange: Any = grace.torch.register(self.net, line.config, grad_scaler=self.scaler)
+        self.no_sync = (self.exchange if way == "plain" else self.net).no_sync
+        self.optimizer = sgd(self.model, lr=0.1, momentum=0.0)
+
+    def step(self, number: int, bad: bool = False) -> list[float]:
+        """Take a step, and return the random numbers of the closure's calls."""
+        drawn: list[float] = []
+        mine, some = my_rank(), range(4) if self.exchange.full_round else [number % 4]
+
+        def closure() -> None:
+            self.optimizer.zero_grad()
+            drawn.append(float(torch.rand(1)))
+            for batch in some:
+                with nullcontext() if batch == some[-1] else self.no_sync():
+                    loss = F.mse_loss(self.net(self.line.x[mine, batch]), self.line.y[mine, batch]) / len(some)
+                    self.scaler.scale(loss * (float("inf") if bad and mine == 0 else 1.0)).backward()
+
+        self.exchange.evaluate(closure)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return drawn
+
+    def load(self, other: _Registered) -> None:
+        """Go on from where another one is."""
+        self.model.load_state_dict(other.model.state_dict())
+        self.scaler.load_state_dict(other.scaler.state_dict())
+        self.exchange.load_state_dict(copy.deepcopy(other.exchange.state_dict()))
 
 
 def synchronized_twice() -> dict[str, Any]:
