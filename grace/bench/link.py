@@ -115,8 +115,10 @@ def _torch() -> Connected:
     from grace.torch.distributed.transport import ProcessGroupTransport
 
     device = torch.device("cpu")
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # NCCL needs a GPU per rank.
+    if dist.is_nccl_available() and here <= torch.cuda.device_count():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     transport = ProcessGroupTransport()
