@@ -1,0 +1,190 @@
+"""The cost of a configuration's exchange: its codec, measured in this process, and the collectives of its buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from grace.advice.model import Bucket, Round
+from grace.bench.framework import Framework
+from grace.core.config.config import Config
+from grace.core.config.registry import communicators
+from grace.core.errors import ConfigError
+from grace.core.plan import plan as plans
+from grace.core.plan.unit import Assignment, Unit
+from grace.core.session.simulation import Simulation, poll_all
+from grace.core.spec import Array, Ranks, TensorSpec
+from grace.core.transport.collectives import Kind
+
+# Elements of the measured steps, whose difference gives the cost per element.
+SIZES = (1 << 14, 1 << 20)
+# Up to the first number of ranks, all of them are simulated. The cost on more goes on as from the first to the second.
+RANKS = (4, 8)
+WARM_UP, REPETITIONS = 2, 5
+# Payloads have as many bytes on more ranks, and a plan for thousands of them would have as many shards.
+_PLANNED = Ranks(2)
+# Bytes of DDP's buckets: the first one, and all others.
+DDP_BYTES = (1 << 20, 25 << 20)
+
+
+class Cost(NamedTuple):
+    """Seconds of a core: `fixed` per unit, and `element` per element."""
+
+    fixed: float
+    element: float
+
+    def seconds(self, units: float, numel: int) -> float:
+        """Return the seconds for so many units with so many elements in all."""
+        return units * self.fixed + numel * self.element
+
+
+class Codec(NamedTuple):
+    """The work of a rank before its payload leaves and after the others arrive, and bytes per element of a payload."""
+
+    before: Cost
+    after: Cost
+    bytes: float
+
+
+class Codecs:
+    """The costs of codecs in this process, each measured when it is first asked for, with gradients of a framework.
+
+    The times are those of this machine, with the threads that the framework has.
+    """
+
+    def __init__(self, framework: Framework, sizes: tuple[int, int] = SIZES, repetitions: int = REPETITIONS) -> None:
+        self._framework, self._sizes, self._repetitions = framework, sizes, repetitions
+        self._known: dict[tuple[Config, int], Codec] = {}
+
+    def of(self, config: Config, ranks: int) -> Codec:
+        """Return the work of a rank for its part of a step: codec, feedback, route, and Python per tensor."""
+        few, many = RANKS
+        if ranks <= few:
+            return self._measured(config, ranks)
+        low, high = self._measured(config, few), self._measured(config, many)
+        more = (ranks - few) / (many - few)
+
+        def beyond(a: Cost, b: Cost) -> Cost:
+            return Cost(*(x + max(0.0, y - x) * more for x, y in zip(a, b, strict=True)))
+
+        return Codec(beyond(low.before, high.before), beyond(low.after, high.after), low.bytes)
+
+    def _measured(self, config: Config, ranks: int) -> Codec:
+        if (config, ranks) not in self._known:
+            small, large = self._sizes
+            (fewer, _), (more, nbytes) = (self._steps(config, ranks, numel) for numel in self._sizes)
+            slopes = [max(0.0, (y - x) / (large - small)) for x, y in zip(fewer, more, strict=True)]
+            before, after = (Cost(max(0.0, x - small * slope), slope) for x, slope in zip(fewer, slopes, strict=True))
+            self._known[config, ranks] = Codec(before, after, nbytes)
+        return self._known[config, ranks]
+
+    def _steps(self, config: Config, ranks: int, numel: int) -> tuple[list[float], float]:
+        """Return seconds per rank before and after payloads travel, and bytes per element, of a tensor in a step."""
+        import numpy as np
+
+        # A matrix, because default rules leave vectors as they are.
+        shape = (numel // 128, 128)
+        simulation = Simulation(ranks, {"x": shape}, config, framework=self._framework.name)
+        draws = np.random.default_rng(0)
+        gradients = [self._framework.load(draws.standard_normal(shape, np.float32)) for _ in range(ranks)]
+        found = [_timed(simulation, gradients) for _ in range(WARM_UP + self._repetitions)][WARM_UP:]
+        seconds = [statistics.median(part) / ranks for part in zip(*found, strict=True)]
+        return seconds, simulation.stats()["tensors"]["x"]["wire_bytes"] / numel
+
+
+def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, float]:
+    """Take a step; return the seconds of all ranks until their payloads are ready, and those of the rest."""
+    begin = time.perf_counter()
+    for run, gradient in zip(simulation.runs, gradients, strict=True):
+        run.current.ready("x", gradient, 1.0)
+    ready = time.perf_counter()
+    poll_all(simulation.runs)
+    outcomes = [run.current.finish() for run in simulation.runs]
+    for run, outcome in zip(simulation.runs, outcomes, strict=True):
+        run.commit(outcome)
+    return ready - begin, time.perf_counter() - ready
+
+
+def buckets(specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Codec, backward: float) -> list[Bucket]:
+    """Return the buckets that the tensors have with a configuration on so many ranks.
+
+    Tensors become ready in reverse order, each after a time that is proportional to its elements. Raises ConfigError
+    for a communicator of which the model does not know what it sends.
+    """
+    names = {_communicator(spec, config, ranks) for spec in specs if spec.numel}
+    if unknown := sorted(names - LAWS.keys()):
+        raise ConfigError(f"the cost model does not know the communicator {unknown[0]}; it knows {', '.join(LAWS)}.")
+    plan = plans.make_plan(specs, config, ranks=_PLANNED)
+    ready = _ready(specs, backward)
+    found = []
+    for bucket in plan.buckets:
+        compressed = [unit for unit in bucket.units if not unit.dense]
+        name = _communicator_of(bucket.units[0], ranks)
+        numel = sum(unit.spec.numel for unit in compressed)
+        nbytes = sum(_payload(unit, codec) for unit in bucket.units)
+        dense = sum(unit.spec.nbytes for unit in bucket.units)
+        rounds = tuple(Round(*each) for each in LAWS[name](nbytes, ranks, dense))
+        at = max(ready[piece.tensor] for unit in bucket.units for piece in unit.pieces)
+        # Planned for two ranks, each unit of two_shot has two shards.
+        count = sum(0.5 if unit.onward else 1.0 for unit in compressed)
+        before, after = (part.seconds(count, numel) for part in (codec.before, codec.after))
+        found.append(Bucket(at, before, after, rounds))
+    return found
+
+
+def ddp_buckets(specs: Sequence[TensorSpec], backward: float) -> list[Bucket]:
+    """Return the buckets of plain DistributedDataParallel, which reduces float32 as it is."""
+    ready = _ready(specs, backward)
+    found: list[Bucket] = []
+    waiting, at = 0.0, 0.0
+    for spec in reversed(specs):
+        waiting, at = waiting + 4 * spec.numel, max(at, ready[spec.name])
+        if waiting >= DDP_BYTES[bool(found)]:
+            found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", waiting),)))
+            waiting = 0.0
+    if waiting:
+        found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", waiting),)))
+    return found
+
+
+def _ready(specs: Sequence[TensorSpec], backward: float) -> dict[str, float]:
+    total = sum(spec.numel for spec in specs)
+    ends = itertools.accumulate(spec.numel for spec in reversed(specs))
+    return {spec.name: backward * end / max(1, total) for spec, end in zip(reversed(specs), ends, strict=True)}
+
+
+def _payload(unit: Unit, codec: Codec) -> float:
+    sent = unit.expected_bytes
+    return unit.spec.numel * codec.bytes if sent is None else float(sent)
+
+
+def _communicator(spec: TensorSpec, config: Config, ranks: int) -> str:
+    rule = config.rule_for(spec)
+    item = Assignment(spec, rule.method if rule else config.method, index_coding=config.index_coding)
+    return communicators.name_of(item.method.communicator.resolve(item, Ranks(ranks))[0])
+
+
+def _communicator_of(unit: Unit, ranks: int) -> str:
+    """Return the communicator that carries a unit on so many ranks, although it was planned for fewer."""
+    item = Assignment(unit.spec, dataclasses.replace(unit.method, communicator=communicators.make("auto")))
+    if unit.dense:
+        return "allreduce"
+    return communicators.name_of(item.method.communicator.resolve(item, Ranks(ranks))[0])
+
+
+# What each rank hands to the collectives of a bucket, by the communicator: kinds and bytes, from the bytes of its
+# payload, the number of ranks, and the bytes of its gradients.
+LAWS: dict[str, Callable[[float, int, float], list[tuple[Kind, float]]]] = {
+    "allreduce": lambda payload, n, dense: [("allreduce", payload)],
+    "allgather": lambda payload, n, dense: [("allgather", payload)],
+    "broadcast": lambda payload, n, dense: [("allgather", payload)],
+    "two_shot": lambda payload, n, dense: [("alltoall", payload * (n - 1) / n), ("allgather", payload / n)],
+    "sparse_allreduce": lambda payload, n, dense: [
+        ("alltoall", payload * (n - 1) / n),
+        ("allgather", min(n * payload, dense) / n),
+    ],
+}

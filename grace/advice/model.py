@@ -1,0 +1,253 @@
+"""The cost model: the time of a training step from the times of its parts, by a small event simulation.
+
+A rank computes on one thread: forward pass, backward pass, codecs, the update. Buckets leave it one after the other
+over one link. What is simulated is one rank; the others are taken to do the same at the same time, so that the cost of
+a prediction does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grace.core.errors import ConfigError
+from grace.core.transport.collectives import Kind, copies
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link: bytes per second that a node sends in one direction, and seconds of a message beside its bytes."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise ConfigError(
+                f"Link: expected a bandwidth above 0 and a latency of at least 0, received {self.bandwidth!r} bytes "
+                f"per second and {self.latency!r} seconds."
+            )
+
+
+# Bytes per second between which bandwidths are sought.
+SLOWEST, FASTEST = 1e3, 1e15
+# What a node does within itself, if nothing else is known: a third of what a PCIe 4.0 slot carries.
+INSIDE = Link(10e9, 5e-6)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ranks and what joins them: nodes of `local_size` ranks share `link`, and `inside` joins the ranks of a node.
+
+    `sharing` is the number of ranks per processor core, at least 1: what a rank computes takes so many times as long.
+    """
+
+    ranks: int
+    link: Link
+    local_size: int = 1
+    inside: Link = INSIDE
+    sharing: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.local_size < 1 or self.ranks % self.local_size:
+            raise ConfigError(
+                f"Machine: expected ranks in whole nodes, received {self.ranks} ranks and {self.local_size} per node."
+            )
+
+    def seconds(self, kind: Kind, nbytes: float) -> float:
+        r"""Return the time of a collective to which each rank passes `nbytes`.
+
+        Formula: m \alpha + c B / \beta
+
+        m are the messages one after the other, 2 (n - 1) in the ring of an allreduce and else n - 1, and c B the bytes
+        that leave a rank. In a ring, one rank of each node sends to another node. In an alltoall all of them do.
+        """
+        n, local = self.ranks, self.local_size
+        if n == 1:
+            return 0.0
+        messages = (2 if kind == "allreduce" else 1) * (n - 1)
+        leaving = float(copies(kind, n)) * nbytes
+        # The slower of the two kinds of hops bounds a ring.
+        if n == local:
+            return messages * self.inside.latency + leaving / self.inside.bandwidth
+        if kind == "alltoall":
+            # A rank passes on all but its own part; of this, what is for other nodes shares the link.
+            leaving *= local * (n - local) / (n - 1)
+        return messages * self.link.latency + max(leaving / self.link.bandwidth, leaving / self.inside.bandwidth / 2)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One collective of a bucket: its kind, and the bytes that each rank passes to it."""
+
+    kind: Kind
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What is sent together: when it is ready, in seconds of the backward pass, codecs before and after, and rounds."""
+
+    ready: float
+    before: float
+    after: float
+    rounds: tuple[Round, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one rank: seconds of its parts on a core or device of its own, and its buckets.
+
+    `backwards` passes accumulate gradients before one exchange, and `every` counts the optimizer steps from one
+    exchange to the next. `handling` are the seconds of processor time per byte that a rank sends, for copies and sums
+    of the transport, where no other core takes them.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    buckets: tuple[Bucket, ...]
+    handling: float = 0.0
+    backwards: int = 1
+    every: int = 1
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step without exchange."""
+        return self.backwards * (self.forward + self.backward) + self.update
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step, in seconds: the whole, compute alone, codecs, the busy link, and what nothing hides of it.
+
+    `sent` are the bytes that leave a rank per step. All are means over steps where exchanges are rare.
+    """
+
+    seconds: float
+    compute: float
+    codec: float
+    wire: float
+    sent: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication during which the rank waits."""
+        return max(0.0, self.seconds - self.compute - self.codec)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the step in which the model is computed."""
+        return self.compute / self.seconds if self.seconds else 1.0
+
+
+def predict(step: Step, machine: Machine) -> Prediction:
+    """Return the time of a step, by simulating its events.
+
+    The backward pass makes one bucket after the other ready. Each is compressed at once, which delays the rest of the
+    pass, and its first round joins the queue of the link. A rank looks after arrived rounds when the next bucket is
+    ready, and when the pass has ended: it then starts their next round, or merges what has come.
+    """
+    slower = max(1.0, machine.sharing)
+    alone = step.compute * slower
+    if machine.ranks == 1 or not step.buckets:
+        return Prediction(alone, alone, 0.0, 0.0, 0.0)
+    run = _Run(machine, step.handling * slower)
+    buckets = sorted(step.buckets, key=lambda bucket: bucket.ready)
+    run.now = slower * (step.forward + (step.backwards - 1) * (step.forward + step.backward))
+    last = codec = 0.0
+    for bucket in buckets:
+        run.now += slower * (bucket.ready - last)
+        last = bucket.ready
+        run.look(slower)
+        run.now += slower * bucket.before
+        codec += slower * (bucket.before + bucket.after)
+        run.start(bucket, 0)
+    run.now += slower * (step.backward - last)
+    run.drain(slower)
+    run.now += slower * step.update
+    rare = 1 / step.every
+    return Prediction(
+        seconds=alone + (run.now - alone) * rare,
+        compute=alone,
+        codec=codec * rare,
+        wire=run.wire * rare,
+        sent=run.sent * rare,
+    )
+
+
+class _Run:
+    """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
+
+    def __init__(self, machine: Machine, handling: float) -> None:
+        self._machine, self._handling = machine, handling
+        self.now = self._free = self.wire = self.sent = 0.0
+        self._arrivals: list[tuple[float, int, Bucket, int]] = []
+        self._started = 0
+
+    def start(self, bucket: Bucket, number: int) -> None:
+        """Hand a round of a bucket to the link."""
+        one = bucket.rounds[number]
+        nbytes = float(copies(one.kind, self._machine.ranks)) * one.nbytes
+        seconds = self._machine.seconds(one.kind, one.nbytes)
+        self.now += self._handling * nbytes
+        self._free = max(self._free, self.now) + seconds
+        self.wire += seconds
+        self.sent += nbytes
+        self._started += 1
+        heapq.heappush(self._arrivals, (self._free, self._started, bucket, number))
+
+    def look(self, slower: float) -> None:
+        """Go on with the rounds that have arrived by now."""
+        while self._arrivals and self._arrivals[0][0] <= self.now:
+            self._go_on(slower)
+
+    def drain(self, slower: float) -> None:
+        """Wait for all rounds, in the order in which they arrive."""
+        while self._arrivals:
+            self.now = max(self.now, self._arrivals[0][0])
+            self._go_on(slower)
+
+    def _go_on(self, slower: float) -> None:
+        _, _, bucket, number = heapq.heappop(self._arrivals)
+        # What lies between two rounds is a part of `after`.
+        self.now += slower * bucket.after / len(bucket.rounds)
+        if number + 1 < len(bucket.rounds):
+            self.start(bucket, number + 1)
+
+
+def bandwidth_for(step: Step, machine: Machine, share: float) -> float | None:
+    """Return the bytes per second of the link at which a share of the step is compute; None if none is enough.
+
+    Raises ConfigError unless the share lies in (0, 1).
+    """
+    if not 0 < share < 1:
+        raise ConfigError(f"bandwidth_for: expected a share above 0 and below 1, received {share!r}.")
+    return _least(lambda there: predict(step, there).utilisation >= share, machine)
+
+
+def break_even(step: Step, dense: Step, machine: Machine) -> float | None:
+    """Return the bytes per second of the link from which on the dense step is as fast; None if there is none."""
+    return _least(lambda there: predict(dense, there).seconds <= predict(step, there).seconds, machine)
+
+
+def _least(holds: Callable[[Machine], bool], machine: Machine) -> float | None:
+    """Return the least bytes per second of the link for which a condition holds, to a tenth of a percent."""
+
+    def there(bandwidth: float) -> Machine:
+        return dataclasses.replace(machine, link=Link(bandwidth, machine.link.latency))
+
+    low, high = SLOWEST, FASTEST
+    if not holds(there(high)):
+        return None
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if holds(there(middle)) else (middle, high)
+    return high
+
+
+def knee(step: Step, machines: Sequence[Machine], share: float = 0.5) -> Machine | None:
+    """Return the first of the machines on which less than a share of the step is compute; None if none is."""
+    return next((each for each in machines if predict(step, each).utilisation < share), None)

@@ -1,0 +1,69 @@
+"""The cost of an exchange: bytes beside those of a simulation, and times that are positive and grow."""
+
+import pytest
+
+from grace import Simulation
+from grace.advice import cost
+from grace.bench.frameworks import set_up
+from grace.core.config.config import make_config
+from grace.core.errors import ConfigError
+from grace.core.spec import TensorSpec
+from grace.core.transport.collectives import copies
+
+SPECS = [TensorSpec("a", (512, 256)), TensorSpec("a.bias", (512,)), TensorSpec("b", (300, 100))]
+NONE = cost.Codec(cost.Cost(0.0, 0.0), cost.Cost(0.0, 0.0), 4.0)
+
+
+def leaving(buckets, ranks):
+    """Return the bytes that leave a rank of a ring."""
+    return sum(float(copies(r.kind, ranks)) * r.nbytes for bucket in buckets for r in bucket.rounds)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "qsgd", "blockwise", "powersgd", "signsgd"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_bytes_of_the_buckets_are_those_that_a_simulation_counts(name, ranks):
+    import numpy as np
+
+    config = make_config({"compressor": name})
+    simulation = Simulation(ranks, SPECS, config)
+    draws = np.random.default_rng(0)
+    gradients = [{s.name: draws.standard_normal(s.shape, np.float32) for s in SPECS} for _ in range(ranks)]
+    simulation.step(gradients)
+    # Each communicator has its law from what a rank hands in.
+    handed = simulation.stats()["wire_bytes"]
+    found = cost.buckets(SPECS, config, ranks, NONE, 1.0)
+    # Headers, padding, and what fp16 hands over for its sums of halves are not in the model.
+    passed = sum(r.nbytes for bucket in found for r in bucket.rounds)
+    assert passed == pytest.approx(handed, rel=0.03)
+    assert leaving(found, ranks) > 0
+
+
+def test_buckets_become_ready_in_reverse_order_of_the_tensors():
+    found = cost.buckets(SPECS, make_config({"compressor": "qsgd", "bucket_bytes": 4096}), 2, NONE, 1.0)
+    times = [bucket.ready for bucket in found]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(1.0)
+    plain = cost.ddp_buckets([TensorSpec(f"w{i}", (1024, 1024)) for i in range(20)], 1.0)
+    sizes = [bucket.rounds[0].nbytes for bucket in plain]
+    # The first tensor fills DDP's small bucket, and seven the others.
+    assert sizes == [4 * 2**20, 28 * 2**20, 28 * 2**20, 20 * 2**20]
+    assert plain[-1].ready == pytest.approx(1.0)
+
+
+def test_costs_are_measured_once_and_extrapolated_beyond_eight_ranks():
+    codecs = cost.Codecs(set_up("numpy", "cpu", 1, True), sizes=(1 << 12, 1 << 16), repetitions=2)
+    config = make_config({"compressor": "topk"})
+    found = codecs.of(config, 2)
+    assert codecs.of(config, 2) is found
+    assert found.before.fixed + found.before.element > 0
+    assert found.after.fixed + found.after.element > 0
+    assert found.bytes == pytest.approx(0.08, rel=0.2)
+    four, many = codecs.of(config, 4), codecs.of(config, 4096)
+    # A rank merges the payloads of all.
+    assert many.after.seconds(1, 1 << 16) >= four.after.seconds(1, 1 << 16)
+
+
+def test_a_communicator_without_a_law_is_refused():
+    config = make_config({"compressor": "qsgd", "communicator": {"name": "hierarchical", "local_size": 2}})
+    with pytest.raises(ConfigError, match="cost model does not know"):
+        cost.buckets(SPECS, config, 4, NONE, 1.0)

@@ -1,0 +1,135 @@
+"""The cost model: closed forms, limits that no step can beat, and times that follow from the order of events."""
+
+import dataclasses
+import time
+
+import pytest
+
+from grace.advice.model import Bucket, Link, Machine, Round, Step, bandwidth_for, break_even, knee, predict
+from grace.core.errors import ConfigError
+
+MB = 1e6
+LINK = Link(125 * MB, 1e-3)
+
+
+def dense(count=1, nbytes=50 * MB, backward=0.2):
+    """Return a step with buckets that become ready one after the other."""
+    rounds = (Round("allreduce", nbytes),)
+    buckets = tuple(Bucket(backward * (i + 1) / count, 0.0, 0.0, rounds) for i in range(count))
+    return Step(0.1, backward, 0.05, buckets)
+
+
+def test_one_bucket_on_two_ranks_takes_the_time_of_a_ring():
+    found = predict(dense(), Machine(2, LINK))
+    # Two messages of half the bytes, after the backward pass.
+    assert found.wire == pytest.approx(2 * 1e-3 + 50 / 125)
+    assert found.seconds == pytest.approx(0.35 + found.wire)
+    assert found.exposed == pytest.approx(found.wire)
+    assert found.sent == 50 * MB
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages", "copies"), [("allreduce", 6, 1.5), ("allgather", 3, 3.0), ("alltoall", 3, 1.0)]
+)
+def test_collectives_of_four_ranks_have_their_messages_and_bytes(kind, messages, copies):
+    assert Machine(4, LINK).seconds(kind, MB) == pytest.approx(messages * 1e-3 + copies / 125)
+
+
+def test_within_a_node_the_link_is_not_used():
+    inside = Link(1000 * MB, 0)
+    assert Machine(4, LINK, 4, inside).seconds("allreduce", MB) == pytest.approx(1.5e-3)
+    # One rank of each node sends to the next node, so the ring takes as long as with a rank per node.
+    nodes = Machine(8, LINK, 4, Link(1e15, 0)).seconds("allreduce", MB)
+    assert nodes == pytest.approx(14 * 1e-3 + 1.75 / 125)
+    # In an alltoall, all ranks of a node send to all other nodes.
+    traded = Machine(8, LINK, 4, Link(1e15, 0)).seconds("alltoall", MB)
+    assert traded == pytest.approx(7e-3 + 4 * 4 / 7 / 125)
+
+
+def test_buckets_overlap_with_the_backward_pass_and_queue_on_the_link():
+    step, machine = dense(4, 10 * MB, backward=0.4), Machine(2, Link(200 * MB))
+    # Each takes 0.05 s and is over before the next one is ready, but for the last.
+    assert predict(step, machine).exposed == pytest.approx(0.05)
+    slow = Machine(2, Link(50 * MB))
+    # The first is ready after 0.1 s, and the link then works for 4 * 0.2 s.
+    assert predict(step, slow).seconds == pytest.approx(0.1 + 0.1 + 0.8 + 0.05)
+
+
+def test_a_codec_delays_the_pass_and_its_second_round_waits_for_the_rank():
+    rounds = (Round("alltoall", MB), Round("allgather", MB))
+    machine = Machine(2, Link(100 * MB))
+    step = Step(0.0, 0.1, 0.0, (Bucket(0.05, 0.02, 0.04, rounds), Bucket(0.1, 0.02, 0.04, rounds)))
+    found = predict(step, machine)
+    assert found.codec == pytest.approx(0.12)
+    # Compute and codecs, and at the end the two rounds of the second bucket, which nothing but the first one's last
+    # merge hides.
+    assert 0.1 + 0.12 < found.seconds < 0.1 + 0.12 + 4 * 0.01 + 1e-9
+
+
+def test_no_step_is_shorter_than_its_work_or_its_link():
+    for count in (1, 3, 7):
+        for bandwidth in (10 * MB, 100 * MB, 1e12):
+            found = predict(dense(count), Machine(4, Link(bandwidth, 1e-5)))
+            assert found.seconds >= max(found.compute, found.wire) - 1e-12
+            assert 0 < found.utilisation <= 1
+
+
+def test_shared_cores_accumulation_and_rare_exchanges():
+    step, machine = dense(), Machine(2, LINK)
+    assert predict(step, dataclasses.replace(machine, sharing=2.0)).compute == pytest.approx(0.7)
+    twice = dataclasses.replace(step, backwards=2)
+    assert predict(twice, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.3)
+    rare = dataclasses.replace(step, every=10)
+    assert predict(rare, machine).exposed == pytest.approx(predict(step, machine).exposed / 10)
+    assert predict(rare, machine).sent == pytest.approx(5 * MB)
+    handled = dataclasses.replace(step, handling=1e-9)
+    assert predict(handled, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.05)
+
+
+def test_bandwidths_are_where_the_condition_begins():
+    step, machine = dense(4), Machine(4, LINK)
+    fewer = dataclasses.replace(
+        step, buckets=tuple(Bucket(b.ready, 0.01, 0.01, (Round("allreduce", 5 * MB),)) for b in step.buckets)
+    )
+    for share in (0.5, 0.9):
+        bandwidth = bandwidth_for(step, machine, share)
+        there = dataclasses.replace(machine, link=Link(bandwidth, LINK.latency))
+        assert predict(step, there).utilisation == pytest.approx(share, rel=2e-3)
+    even = break_even(fewer, step, machine)
+    for factor, wins in ((0.99, True), (1.02, False)):
+        there = dataclasses.replace(machine, link=Link(even * factor, LINK.latency))
+        assert (predict(fewer, there).seconds < predict(step, there).seconds) is wins
+    # No bandwidth makes up for messages that take longer than the step.
+    assert bandwidth_for(step, Machine(4, Link(MB, 10.0)), 0.5) is None
+
+
+def test_the_knee_is_the_first_machine_that_waits_more_than_it_computes():
+    machines = [Machine(2**i, Link(125 * MB, 1e-2)) for i in range(1, 12)]
+    found = knee(dense(), machines)
+    assert found is not None
+    before = machines[machines.index(found) - 1] if machines.index(found) else None
+    assert predict(dense(), found).utilisation < 0.5
+    assert before is None or predict(dense(), before).utilisation >= 0.5
+
+
+def test_thousands_of_ranks_cost_no_more():
+    step = dense(120)
+    begin = time.process_time()
+    predict(step, Machine(16_384, LINK, 8))
+    # A thousandth of a second; the bound is for the slowest machines.
+    assert time.process_time() - begin < 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(0),
+        lambda: Link(1, -1),
+        lambda: Machine(0, LINK),
+        lambda: Machine(6, LINK, 4),
+        lambda: bandwidth_for(dense(), Machine(2, LINK), 1.0),
+    ],
+)
+def test_wrong_numbers_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()
