@@ -107,7 +107,8 @@ class Freezing(Moments):
     def _limited(self, ops: ArrayOps, quotient: Array) -> Array:
         """Return m / sqrt(v) within the limits that it has in Adam, whose v has seen all gradients."""
         first, second = self.betas
-        limit = ops.cast(max(1.0, (1 - first) / math.sqrt(1 - second)), ops.dtype(quotient))
+        # Numbers, because PyTorch takes four times as long with arrays.
+        limit = max(1.0, (1 - first) / math.sqrt(1 - second))
         return ops.clip(quotient, -limit, limit)
 
     def _followed(self, ops: ArrayOps, momentum: Array, gradient: Array) -> Array:
