@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from grace.core.config.config import Config
 from grace.core.errors import GraceWarning, StateError
+from grace.core.session.outer_setup import check_references
 from grace.core.state.checks import check_mapping, show
 from grace.torch.exchange import Exchange
 from grace.torch.register import register
@@ -53,6 +54,9 @@ class Compression:
             self._warn("there is one rank, so grace compresses nothing. Start several, for instance by torchrun.")
         else:
             self.exchange = register(model, self._config, grad_scaler=grad_scaler, **self._options)
+            # Trainers compute one gradient of a batch.
+            self.exchange.takes_references = False
+            check_references(self.exchange.config, "grace.torch.trainers", self.exchange.takes_references)
         if self._waiting is not None:
             self._load(self._waiting)
         return True

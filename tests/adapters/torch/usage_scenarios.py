@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import grace
 from grace.core.config.registry import About
 from grace.core.guards import agreement
+from grace.torch.trainers.compression import Compression
 from tests.adapters.torch.launched import GROUPS, broadcast, broadcast_state, by_torchrun, my_rank, world_size
 from tests.adapters.torch.model import (
     Net,
@@ -291,6 +292,7 @@ def second_gradients_of_models() -> dict[str, Any]:
     static = torch.nn.parallel.DistributedDataParallel(make_net(), static_graph=True)
     report["static"] = outcome(lambda: grace.torch.register(static, marina))
     report["sharded"] = outcome(lambda: grace.torch.register(fully_shard(torch.nn.Linear(8, 8)), marina))
+    report["by a trainer"] = outcome(lambda: Compression(marina).register(make_net()))
     report["both"] = outcome(lambda: grace.torch.register(make_net(), {**marina, "rules": both}))
     return report
 
