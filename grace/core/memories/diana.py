@@ -59,9 +59,11 @@ class _Shifted(Memory):
         return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.share)}
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        ops, mean = at.ops, state["mean_shift"]
-        new = ops.weighted_sum(mean, 1, merged, self.share)
-        return ops.weighted_sum(merged, 1, mean, 1), {**state, "mean_shift": new}
+        return at.ops.weighted_sum(merged, 1, state["mean_shift"], 1), self._followed(merged, state, at)
+
+    def _followed(self, merged: Array, state: State, at: Site) -> State:
+        """Return the state whose mean of all shifts has followed the mean of what the ranks sent."""
+        return {**state, "mean_shift": at.ops.weighted_sum(state["mean_shift"], 1, merged, self.share)}
 
 
 @memories.register("diana", About(tests=[{"alpha": 1.0}, {"feedback": True}, {"damped": True}]))
@@ -124,9 +126,11 @@ class Diana(_Shifted):
         return {**new, "residual": compressor.residual_(x_, payload, at)} if self.feedback else new
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        result, state = super().finish(merged, state, at)
+        if not self.damped:
+            return super().finish(merged, state, at)
+        new = self._followed(merged, state, at)
         # A copy, because the optimizer may change the gradient that it receives.
-        return (at.ops.copy(state["mean_shift"]) if self.damped else result), state
+        return at.ops.copy(new["mean_shift"]), new
 
 
 @memories.register(
