@@ -24,9 +24,9 @@ BANDWIDTH = 3.35e12
 SECTOR = 32
 # Kernels without a body for GPUs: PyTorch's own products and array operations take their place.
 ELSEWHERE = {
-    "thin_product", "sub_product", "power_product", "project", "bitshuffle_encode", "bitshuffle_decode", "decode_gaps",
-    "encode_gaps", "gap_facts", "huffman_encode", "huffman_decode", "rans_encode", "rans_decode", "run_length_encode",
-    "run_length_decode",
+    "thin_product", "sub_product", "power_product", "sum_power_product", "project", "bitshuffle_encode",
+    "bitshuffle_decode", "decode_gaps", "encode_gaps", "gap_facts", "huffman_encode", "huffman_decode", "rans_encode",
+    "rans_decode", "run_length_encode", "run_length_decode",
 }  # fmt: skip
 # Kernels that read or write only some elements of their first argument: the bytes that an entry moves.
 SPARSE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,11 +12,13 @@ import numpy as np
 from grace.core.config.registry import memories
 from grace.core.memories.residual import Residual
 from grace.core.methods import fusions
-from grace.core.methods.capabilities import proposed_fields
+from grace.core.methods.capabilities import Negotiating, proposed_fields
 from grace.core.methods.compressor import Compressor, sparsifies
+from grace.core.methods.memory import Memory
+from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import NumpyOps
-from grace.core.spec import MAX_MAGNITUDE, Payload, TensorSpec
+from grace.core.spec import MAX_MAGNITUDE, Array, Payload, State, TensorSpec
 from grace.testing.harness import EPS, array, draw, exchange, host, learnt, payload_on_host, same, wide
 
 
@@ -99,32 +101,55 @@ class UnitContract(ABC):
     def test_a_sum_is_compressed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
         for memory in (*map(memories.make, memories), Residual(beta=0.9)):
             found = [fusion.find(compressor, memory) for fusion in (fusions.compress_sum, fusions.compress_feedback)]
-            for spec in self.specs(compressor, ops) if any(found) else []:
-                at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
-                for bad in (0.0, np.nan, -np.inf):
-                    gradient = draw(spec, 1)
-                    gradient[spec.numel // 2 :] += bad
-                    state = {k: array(ops, draw(spec, 3), spec.work_dtype) for k in memory.init(spec, ops)}
-                    grad = array(ops, gradient, spec.work_dtype)
-                    for fuse in found:
-                        made = fuse and fuse(compressor, memory, grad, state, at)
-                        if made is None:
-                            continue
-                        first, payload, finite = made
-                        expected, in_progress, _ = memory.compensate(grad, state, at)
-                        assert not in_progress
-                        assert bool(finite) == bool(ops.finite(expected)), (memory, spec, bad)
-                        if finite:
-                            sent = compressor.compress(expected, at)
-                            one, two = (payload_on_host(ops, p) for p in (payload, sent))
-                            assert one.keys() == two.keys()
-                            assert all(same(one[name], two[name]) for name in one), (memory, spec)
-                            # One fusion returns the sum, the other one the state that `update` makes of it.
-                            one, two = {"x": first}, {"x": expected}
-                            if isinstance(first, dict):
-                                one, two = first, memory.update(ops.copy(expected), sent, compressor, in_progress, at)
-                            assert one.keys() == two.keys()
-                            assert all(same(host(ops, one[k]), host(ops, two[k])) for k in one), (memory, spec)
+            for fuse in filter(None, found):
+                for grad, state, at in self._fed(compressor, memory, ops):
+                    made = fuse(compressor, memory, grad, state, at)
+                    if made is None:
+                        continue
+                    first, payload, finite = made
+                    expected, in_progress, _ = memory.compensate(grad, state, at)
+                    assert not in_progress
+                    assert bool(finite) == bool(ops.finite(expected)), (memory, at.spec)
+                    if finite:
+                        sent = compressor.compress(expected, at)
+                        one, two = (payload_on_host(ops, p) for p in (payload, sent))
+                        assert one.keys() == two.keys()
+                        assert all(same(one[name], two[name]) for name in one), (memory, at.spec)
+                        # One fusion returns the sum, the other one the state that `update` makes of it.
+                        one, two = {"x": first}, {"x": expected}
+                        if isinstance(first, dict):
+                            one, two = first, memory.update(ops.copy(expected), sent, compressor, in_progress, at)
+                        assert one.keys() == two.keys()
+                        assert all(same(host(ops, one[k]), host(ops, two[k])) for k in one), (memory, at.spec)
+
+    def test_a_sum_is_proposed_as_ever(self, compressor: Compressor, ops: ArrayOps) -> None:
+        for memory in map(memories.make, memories):
+            fuse = fusions.propose_sum.find(compressor, memory)
+            for grad, state, at in self._fed(compressor, memory, ops) if fuse else []:
+                assert fuse is not None
+                assert isinstance(compressor, Negotiating)
+                made = fuse(compressor, memory, grad, state, at)
+                if made is None:
+                    continue
+                x, proposal, finite = made
+                expected, in_progress, _ = memory.compensate(grad, state, at)
+                assert not in_progress
+                assert bool(finite) == bool(ops.finite(expected)), (memory, at.spec)
+                if finite:
+                    wanted = compressor.propose(expected, at)
+                    assert proposal.op == wanted.op
+                    for one, two in ((x, expected), (proposal.array, wanted.array)):
+                        assert same(host(ops, one), host(ops, two)), (memory, at.spec)
+
+    def _fed(self, compressor: Compressor, memory: Memory, ops: ArrayOps) -> Iterator[tuple[Array, State, Site]]:
+        """Make gradients of all tensors under test, some with NaN or infinity, and states of a memory."""
+        for spec in self.specs(compressor, ops):
+            at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
+            for bad in (0.0, np.nan, -np.inf):
+                gradient = draw(spec, 1)
+                gradient[spec.numel // 2 :] += bad
+                state = {k: array(ops, draw(spec, 3), spec.work_dtype) for k in memory.init(spec, ops)}
+                yield array(ops, gradient, spec.work_dtype), state, at
 
     def test_what_is_scaled_while_it_merges_is_the_merged_gradient(self, compressor: Compressor, ops: ArrayOps) -> None:
         scale = fusions.merge_scaled.find(compressor)

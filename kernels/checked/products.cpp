@@ -1,4 +1,5 @@
 // Products with matrices of few columns, and bases of their columns.
+#include <atomic>
 #include <cmath>
 
 #include "grace/kernels.h"
@@ -14,15 +15,21 @@ template <class T> void transpose(const T* b, int64_t n, int64_t r, T* out) {
     }
 }
 
+// The number of rows that are read together.
+constexpr int64_t kRows = 4;
+
+// Runs body(begin, end) over pieces of whole rows of m elements.
+template <class Body> void over_rows(Call& call, int64_t n, int64_t m, Body body) {
+    const int64_t rows = divide_up(divide_up(kPiece, m), kRows) * kRows;
+    call.parallel(divide_up(n, rows), [&](int64_t task) { body(task * rows, std::min(n, (task + 1) * rows)); });
+}
+
 // a b; a has n rows of m, b has m rows of r.
 template <class T> void times_kernel(Call& call, const T* a, const T* b, int64_t n, int64_t m, int64_t r) {
     T* out = call.output<T>(n * r);
     Scratch<T> columns(m * r);
     transpose(b, m, r, columns.data());
-    // Pieces of whole rows. Four rows are read together.
-    const int64_t rows = divide_up(divide_up(kPiece, m), 4) * 4;
-    call.parallel(divide_up(n, rows), [&](int64_t task) {
-        const int64_t begin = task * rows, end = std::min(n, begin + rows);
+    over_rows(call, n, m, [&](int64_t begin, int64_t end) {
         loops<T>().times(a, columns.data(), m, static_cast<int>(r), begin, end, out);
     });
 }
@@ -173,6 +180,30 @@ GRACE_KERNEL(power_product, "x T, q T; n, m, r -> T[n r], uint8[1]") {
         const bool whole = unit_columns(q, m, r, units.data());
         times_kernel<T>(call, x, units.data(), n, m, r);
         *call.verdict() = whole;
+    });
+}
+
+GRACE_KERNEL(sum_power_product, "x T, y T, q T; n, m, r -> T[x], T[n r], uint8[1]") {
+    call.expect(3, 3, 0);
+    const auto [n, m, r] = sides_of(call);
+    dispatch(call, call.input(0), [&, n = n, m = m, r = r](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const T *x = call.input<T>(0, n * m), *y = call.input<T>(1, n * m), *q = call.input<T>(2, m * r);
+        T *sum = call.output<T>(n * m), *out = call.output<T>(n * r);
+        uint8_t* good = call.verdict();
+        Scratch<T> units(m * r), columns(m * r);
+        const bool whole = unit_columns(q, m, r, units.data());
+        transpose(units.data(), m, r, columns.data());
+        std::atomic<bool> finite(true);
+        over_rows(call, n, m, [&, m = m, r = r](int64_t begin, int64_t end) {
+            // A few rows at once, so that the product finds them in the cache.
+            for (int64_t i = begin; i < end; i += kRows) {
+                const int64_t last = std::min(i + kRows, end), at = i * m, length = (last - i) * m;
+                if (!loops<T>().weighted_sum(x + at, T(1), y + at, T(1), sum + at, length, false)) finite = false;
+                loops<T>().times(sum, columns.data(), m, static_cast<int>(r), i, last, out);
+            }
+        });
+        *good = whole && finite;
     });
 }
 

@@ -53,6 +53,7 @@ def test_a_step_gives_the_same_with_and_without_it(compressor, framework, size, 
     ops, plain, memory = get_ops(framework), unfused(compressor), PowerSGDMemory()
     assert unit_of(compressor, memory, SPEC).fused.merge_finish
     assert not unit_of(plain, memory, SPEC).fused.merge_finish
+    assert not unit_of(plain, memory, SPEC).fused.propose_sum
     one, two = (run(each, memory, ops, size, average) for each in (compressor, plain))
     for a, b in zip(one, two, strict=True):
         assert np.isfinite(a["e"]).all()

@@ -471,6 +471,21 @@ def power_product(ops, g):
 
 
 @case
+def sum_power_product(ops, g):
+    if g.kind.startswith("huge"):
+        return  # As in matmul.
+    for rows, columns, r in g.some([(1, 1, 1), (33, 7, 4), (7, 33, 2), (1, 700, 16), (513, 3, 1)]):
+        x, y, q = g.x(rows * columns), g.x(rows * columns), ops.reshape(g.x(columns * r), (columns, r))
+        total, product, good = powersgd.sum_power_product(ops, x, y, q, (rows, columns))
+        yield total
+        # As in power_product.
+        loss, least = 2.5e5 if g.dtype == "float32" else 1.0, 1e6 * float(np.finfo(g.dtype).tiny)
+        yield Loose(product, loss * columns * float(host(ops, ops.max_abs(total))) + least)
+        if (g.kind, g.dtype) != ("denormal", "float64"):
+            yield ops.cast(good, "uint8")
+
+
+@case
 def project(ops, g):
     if g.kind.startswith("huge"):
         return  # As in matmul.

@@ -36,6 +36,7 @@ from grace.core.methods.fusions import (
     merge_finish,
     merge_scaled,
     overwrites,
+    propose_sum,
 )
 from grace.core.methods.memory import Compensated, Memory
 from grace.core.ops.composites import ArrayOps
@@ -402,6 +403,18 @@ class KeepsTheWholeSum(Blockwise):
 def _(compressor, memory, grad, state, at):
     x, _, finite = memory.compensate(grad, state, at)
     return {"residual": x}, compressor.compress(x, at), finite
+
+
+@breaks("test_a_sum_is_proposed_as_ever", compress_rank=1)
+@dataclass(frozen=True)
+class ProposesTheGradient(PowerSGD):
+    """Proposes of the gradient without the residual."""
+
+
+@propose_sum.of(ProposesTheGradient, PowerSGDMemory)
+def _(compressor, memory, grad, state, at):
+    x, _, finite = memory.compensate(grad, state, at)
+    return x, compressor.propose(grad, at), at.ops.finite(x) if finite is None else finite
 
 
 @breaks("test_what_is_subtracted_while_it_merges_is_the_merged_gradient", compress_rank=1)

@@ -112,6 +112,17 @@ def power_product(n, dtype):
 
 
 @case
+def sum_power_product(n, dtype):
+    # As in power_product; where the sum is not finite, the product is not specified.
+    x, y = np.arange(2 * n).astype(dtype), numbers(2 * n, dtype)
+    q = np.array([[3], [4]], dtype)
+    units, y[1::2] = q / np.dtype(dtype).type(5), -x[1::2]
+    total = x + y
+    yield Call("sum_power_product", (x, y, q, (n, 2)), {}, (total, total[::2] * units[0], np.array(True)))
+    yield Call("sum_power_product", (x, y, q * 0, (n, 2)), {}, (total, np.zeros(n, dtype), np.array(False)))
+
+
+@case
 def project(n, dtype):
     if n == 0:
         return

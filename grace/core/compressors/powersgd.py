@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from grace.core.codecs.lowrank import TwoFactors, matrix_shape, merge_product
 from grace.core.config.registry import About, Setting, compressors
 from grace.core.memories.powersgd import PowerSGDMemory
-from grace.core.methods.fusions import merge_finish
+from grace.core.methods.fusions import merge_finish, propose_sum
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.spec import Array, Payload
+from grace.core.spec import Array, Payload, State
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
@@ -98,6 +98,36 @@ def _(ops: Native, x: Array, q: Array, shape: tuple[int, int]) -> tuple[Array, A
 
 
 @composite()
+def sum_power_product(
+    ops: ArrayOps, x: Array, y: Array, q: Array, shape: tuple[int, int], out: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Return x + y, what `power_product` returns of it, and whether also all of the sum is finite.
+
+    If not, the product may be anything.
+    """
+    total, finite = ops.finite_sum(x, 1, y, 1, out)
+    product, good = ops.choose(
+        finite,
+        lambda: list(power_product(ops, total, q, shape)),
+        lambda: [ops.zeros(shape[0] * int(q.shape[1]), ops.dtype(total)), finite],
+    )
+    return total, product, good
+
+
+@sum_power_product.kernel()
+def _(
+    ops: Native, x: Array, y: Array, q: Array, shape: tuple[int, int], out: Array | None = None
+) -> tuple[Array, Array, Array] | None:
+    (n, m), r = shape, int(q.shape[1])
+    dtype = ops.thin(x, q, r)
+    if dtype is None or ops.floating(y) != dtype:
+        return None
+    outputs, lengths = [dtype, dtype, "bool"], [n * m, n * r, 1]
+    total, product, good = ops.run("sum_power_product", [x, y, q], [n, m, r], outputs=outputs, lengths=lengths, out=out)
+    return total, product, good
+
+
+@composite()
 def project(ops: ArrayOps, x: Array, p: Array, shape: tuple[int, int]) -> tuple[Array, Array]:
     """Return an orthonormal basis P' of the columns of P, and M^T P'; x is M, and all of them are flat."""
     basis = orthogonalize(ops, ops.reshape(p, (shape[0], -1)))
@@ -147,3 +177,15 @@ def _(ops: Native, a: Array) -> Array | None:
 
 
 merge_finish.of(PowerSGD, PowerSGDMemory)(merge_product)
+
+
+@propose_sum.of(PowerSGD, PowerSGDMemory)
+def _(
+    compressor: PowerSGD, memory: PowerSGDMemory, grad: Array, state: State, at: Site
+) -> tuple[Array, Proposal, Array] | None:
+    ops, shape = at.ops, matrix_shape(at.spec)
+    if ops.products != "kernels":
+        return None
+    x, p, good = sum_power_product(ops, state["residual"], grad, at.state["q"], shape, at.out)
+    p, finite = ops.choose(good, lambda: [p, good], lambda: [compressor._renewed_product(x, at), ops.finite(x)])
+    return x, Proposal(p, "sum"), finite

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
-from grace.core.methods.site import Site
+from grace.core.methods.site import Proposal, Site
 from grace.core.spec import Array, Payload, State
 
 P = ParamSpec("P")
@@ -50,6 +50,9 @@ compress_sum: Fusion[[Any, Any, Array, State, Site], tuple[Array, Payload, Array
 #: (compressor, memory, gradient, state, at) -> what `update` returns of x, its payload, and a 0-d bool that is True if
 #: x is finite. If not, the first two may be anything. For the same memories, where nobody needs x itself.
 compress_feedback: Fusion[[Any, Any, Array, State, Site], tuple[State, Payload, Array]] = Fusion()
+#: (compressor, memory, gradient, state, at) -> x as `compensate` returns it, its proposal, and a 0-d bool that is True
+#: if x is finite. If not, the proposal may be anything. For the same memories.
+propose_sum: Fusion[[Any, Any, Array, State, Site], tuple[Array, Proposal, Array]] = Fusion()
 #: (compressor, payloads, factor, at) -> the factor times what `merge` returns.
 merge_scaled: Fusion[[Any, Sequence[Payload], float, Site], Array] = Fusion()
 #: (compressor, memory, payloads, state_, at) -> what `finish` returns of what `merge` returns; consumes state_.
@@ -83,6 +86,7 @@ class Fused(NamedTuple):
     compress_checked: Callable[[Any, Array, Site], tuple[Payload, Array] | None] | None
     compress_sum: Callable[[Any, Any, Array, State, Site], tuple[Array, Payload, Array] | None] | None
     compress_feedback: Callable[[Any, Any, Array, State, Site], tuple[State, Payload, Array] | None] | None
+    propose_sum: Callable[[Any, Any, Array, State, Site], tuple[Array, Proposal, Array] | None] | None
     merge_scaled: Callable[[Any, Sequence[Payload], float, Site], Array | None] | None
     merge_finish: Callable[[Any, Any, Sequence[Payload], State, Site], tuple[Array, State] | None] | None
     overwritten: tuple[str, ...]
@@ -94,6 +98,7 @@ def find_fusions(compressor: object, memory: object) -> Fused:
         compress_checked.find(compressor),
         compress_sum.find(compressor, memory),
         compress_feedback.find(compressor, memory),
+        propose_sum.find(compressor, memory),
         merge_scaled.find(compressor),
         merge_finish.find(compressor, memory),
         overwritten(memory),

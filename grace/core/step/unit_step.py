@@ -159,8 +159,14 @@ class UnitStep:
             self.compress()
 
     def _compress_fused(self, gradient: Array, memory: State, at: Site) -> bool:
-        """Compensate and compress in one pass; return False if no fusion of the two methods does."""
+        """Compensate and compress or propose in one pass; return False if no fusion of the two methods does."""
         compressor, fused = self.unit.compressor, self.unit.fused
+        if fused.propose_sum is not None:
+            proposed = fused.propose_sum(compressor, self.unit.memory, gradient, memory, at)
+            if proposed is not None:
+                self.memory = NO_STATE
+                self._take_proposal(*proposed)
+                return True
         if fused.compress_feedback is not None and not self._measured:
             fed = fused.compress_feedback(compressor, self.unit.memory, gradient, memory, at)
             if fed is not None:
@@ -192,6 +198,23 @@ class UnitStep:
             self.payload = dict(zip(names, chosen[len(keys) :], strict=True))
         self._check_payload()
         return arrays
+
+    def _take_proposal(self, x: Array, proposal: Proposal, finite: Array) -> None:
+        """Take x and its proposal; if x is not finite, zeros and theirs."""
+        unit, ops = self.unit, self.site.ops
+        self.bad = ops.bit_not(finite)
+        if self.bad is not False:
+
+            def nothing() -> list[Array]:
+                assert isinstance(unit.compressor, Negotiating)
+                zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
+                return [zeros, unit.compressor.propose(zeros, self.site).array]
+
+            given = [x, proposal.array]
+            x, array = ops.choose(self.bad, nothing, lambda: given)
+            proposal = proposal._replace(array=array)
+        self.x, self.proposal = x, proposal
+        self._check_proposal(proposal)
 
     def compress(self, negotiated: Array | None = None) -> None:
         """Make the payload, with what the ranks negotiated."""
