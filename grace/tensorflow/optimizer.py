@@ -295,6 +295,11 @@ class OptimizerExchange(Exchange):
             return super().common_weights()
         return {name: tf.identity(v) for name, v in zip(self.names, self._optimizer._outer.anchors, strict=True)}
 
+    @property
+    def of_this_rank(self) -> list[tf.Variable]:
+        """The variables that differ between ranks. A broadcast must not change them."""
+        return super().of_this_rank + ([] if self.config.outer is None else self._optimizer._outer.variates)
+
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that Horovod has now; return the numbers of ranks before and now."""
         if self.config.outer is not None:

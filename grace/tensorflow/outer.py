@@ -55,6 +55,17 @@ def states_of(optimizer: Any) -> list[tuple[str, int, tf.Variable]]:
     return found
 
 
+def _first_value(key: str, state: tf.Variable, where: str) -> float:
+    """Return the number that all elements of a state begin with. Raises ConfigError if they differ."""
+    low, high = float(tf.reduce_min(state)), float(tf.reduce_max(state))
+    if low < high:
+        raise ConfigError(
+            f"{where}: state = 'reset' needs states whose elements begin with one number, and those of {key} differ; "
+            "use 'average' or 'local'."
+        )
+    return low
+
+
 def buffers_of(model: Any) -> list[Any]:
     """Return the variables of a Keras model that no optimizer trains; frozen weights are not among them."""
     return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
@@ -104,16 +115,16 @@ class OuterVariables:
         self._last = [make_variable(f"outer_last_{i}", tf.zeros_like(v)) for i, v in enumerate(followed)]
         # The flat control variates, and by fragment the sum of the learning rates since the last meeting.
         corrected = specs if outer.variates else []
-        self._variates = [
+        self.variates = [
             make_variable(f"outer_variate_{i}", tf.zeros([spec.numel], spec.work_dtype))
             for i, spec in enumerate(corrected)
         ]
         fragments = range(outer.count)
         self._rates = [make_variable(f"outer_rates_{i}", tf.zeros([], tf.float64)) for i in fragments if outer.variates]
-        # What the inner optimizer kept of a variable at the start, and by fragment the inner steps until it starts
-        # again. The average of weights is none of an optimizer's states.
+        # The states that begin again, with their first values, and by fragment the inner steps until they do. The
+        # average of weights is none of an optimizer's states.
         resets = states if outer.state == "reset" else []
-        self._first = [(i, v, tf.identity(v).numpy()) for key, i, v in resets if key != "average"]
+        self._first = [(i, v, _first_value(key, v, where)) for key, i, v in resets if key != "average"]
         self._begun = [
             make_variable(f"outer_begun_{i}", tf.zeros([], tf.int64)) for i in fragments if outer.state == "reset"
         ]
@@ -137,7 +148,7 @@ class OuterVariables:
 
     def moved(self) -> None:
         """Go on with other ranks, over which control variates do not add up to zero."""
-        for variate in self._variates:
+        for variate in self.variates:
             variate.assign(tf.zeros_like(variate))
 
     def before(self, steps: tf.Variable, variables: Sequence[tf.Variable], exchange: OptimizerExchange) -> None:
@@ -153,7 +164,7 @@ class OuterVariables:
 
             met = just_met & exact if not outer.local_error else tf.constant(False)
             tf.cond((taken == 0) | met, always(read), never)
-        if self._variates or outer.pairs:
+        if self.variates or outer.pairs:
             tf.cond(exchange.run.is_foreign(exchange.rank, exchange.size), always(self._loaded_another), never)
 
     def _loaded_another(self) -> None:
@@ -167,13 +178,13 @@ class OuterVariables:
 
     def corrected(self, gradients: Sequence[Any], places: Sequence[int], lr: tf.Tensor) -> list[Any]:
         """Return gradients of an inner step less the control variates, and note its learning rate."""
-        if not self._variates:
+        if not self.variates:
             return list(gradients)
         for rate in self._rates:
             rate.assign_add(tf.cast(lr, tf.float64))
         made = []
         for i, g in zip(places, gradients, strict=True):
-            h = self._variates[i]
+            h = self.variates[i]
             wide = None if g is None else tf.cast(tf.convert_to_tensor(g), h.dtype)
             made.append(None if wide is None else tf.cast(wide - tf.reshape(h, wide.shape), g.dtype))
         return made
@@ -207,7 +218,7 @@ class OuterVariables:
             if self._flight:
                 tf.cond(warming, always(functools.partial(send, members)), never)
             moved = [self._flight[i].read_value() for i in members] if self._flight else changes(members)
-            if self._variates:
+            if self.variates:
                 paces, moved = self._with_variates(moved, fragment, exchange)
             share = Share(self._factor(taken, fragment, exchange))
             if outer.relevance:
@@ -220,7 +231,7 @@ class OuterVariables:
                 self._meet(i, variables[i], change, tf.convert_to_tensor(mean), sent, warming)
                 if self._last:
                     self._last[i].assign(mean)
-            if self._variates:
+            if self.variates:
                 self._vary(fragment, own, merged, paces, warming)
             if self._begun:
                 self._restart(members, fragment, taken)
@@ -283,7 +294,7 @@ class OuterVariables:
         found = exchange.run.select(paces)
         for number, (i, x) in enumerate(zip(members, moved, strict=True)):
             spec, flat = self._specs[i], tf.reshape(x, [-1])
-            ops, h = tensorflow_ops(spec.device), self._variates[i].read_value()
+            ops, h = tensorflow_ops(spec.device), self.variates[i].read_value()
             alone = with_variate(ops, spec, flat, h, self._rates[fragment].read_value())
             made.append(tf.reshape(tf.where(found[number] > 0, alone, flat), x.shape))
         return found, made
@@ -300,17 +311,17 @@ class OuterVariables:
         rate = self._rates[fragment].read_value()
         steps = tf.where(paces > 0, paces, 1.0) / rate
         for number, (i, x, mean) in enumerate(zip(self._fragments[fragment], own, merged, strict=True)):
-            spec, h = self._specs[i], self._variates[i].read_value()
+            spec, h = self._specs[i], self.variates[i].read_value()
             kept, factor = 1 - paces[number], steps[number]
             new = varied(tensorflow_ops(spec.device), spec, h, x, mean, kept=kept, factor=factor)
-            self._variates[i].assign(tf.where(warming | (rate == 0), h, new))
+            self.variates[i].assign(tf.where(warming | (rate == 0), h, new))
         self._rates[fragment].assign(0.0)
 
     def _restart(self, members: Sequence[int], fragment: int, taken: tf.Tensor) -> None:
         """Let the inner optimizer keep of some variables what it kept at the start."""
         for i, v, first in self._first:
             if i in members:
-                v.assign(first)
+                v.assign(tf.fill(v.shape, tf.cast(first, v.dtype)))
         self._begun[fragment].assign(taken)
 
     def _private(self, moved: Sequence[tf.Tensor], members: Sequence[int], norm: tf.Tensor) -> list[tf.Tensor]:
@@ -353,16 +364,12 @@ class OuterVariables:
         """Return whether what a fragment has sent is applied after this inner step."""
         if not self.outer.adapt:
             return self.outer.lands(taken, fragment)
-        every = self.outer.phases[-1][1]
-        # As `OuterSteps.period`; in the warm-up the ranks meet anyway.
-        if self._losses:
-            first, last = self._losses["first"], self._losses["last"]
-            ratio = tf.where(first > 0, tf.math.divide_no_nan(last, first), tf.ones_like(first))
-            period = tf.maximum(tf.math.ceil(tf.sqrt(ratio) * every), 1)
-        else:
-            after = tf.cast(self._rounds - self.outer.warmup, tf.float64)
-            period = tf.math.ceil((1 + self.outer.adapt * after) * every - 1e-9)
-        return (taken <= self.outer.warmup) | (taken >= self._met + tf.cast(period, tf.int64))
+
+        def period(met: Any, rounds: Any, first: Any = 0.0, last: Any = 0.0) -> Any:
+            return np.int64(self.outer.period(int(met), int(rounds), last / first if first else 1.0))
+
+        ends = [v for key, v in self._losses.items() if key in ("first", "last")]
+        return taken >= self._met + in_python(period, [self._met, self._rounds, *ends], tf.int64, [])
 
     def _flat(self, x: tf.Tensor | tf.Variable, spec: TensorSpec) -> tf.Tensor:
         return tensorflow_ops(spec.device).cast(tf.reshape(x, [-1]), spec.work_dtype)

@@ -202,8 +202,9 @@ def test_what_no_graph_can_do_is_refused(launch):
         assert "the states of Nadam cannot start again" in errors[0]
         assert "the optimizer has taken 1 steps; wrap it before" in errors[1]
         assert "received Adam with momentum 0.9; use SGD without" in errors[2]
-        assert "backward_passes_per_step would have no effect" in errors[3]
-        assert "it exchanges gradients and cannot take outer steps" in errors[4]
+        assert "begin with one number, and those of drawn differ" in errors[3]
+        assert "backward_passes_per_step would have no effect" in errors[4]
+        assert "it exchanges gradients and cannot take outer steps" in errors[5]
 
 
 @on(TWO_TENSORFLOW)

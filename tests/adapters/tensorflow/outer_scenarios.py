@@ -157,14 +157,16 @@ def tf_outer_of_others() -> dict[str, Any]:
         return kept, again
 
     def held(kept: Kept) -> float:
-        return float(sum(np.abs(v.numpy()).sum() for v in kept.optimizer._outer._variates))
+        return float(sum(np.abs(v.numpy()).sum() for v in kept.optimizer._outer.variates))
 
     kept, again = loaded("variates")
     before = [held(kept), held(again)]
     again.step(hvd.rank(), 5)
+    own = {id(v) for v in kept.optimizer.grace.of_this_rank}
     kept.optimizer.grace.move()
     _, paired = loaded("pairs")
     return {
+        "own": all(id(v) in own for v in kept.optimizer._outer.variates),
         "before": before,
         "after": [held(kept), held(again)],
         "pairs": error_of(lambda: paired.step(hvd.rank(), 5)),

@@ -420,6 +420,14 @@ def tf_outer_noise() -> dict[str, Any]:
     return {"std": float(drawn.std()), "weights": digest(model.trainable_variables), "told": told}
 
 
+class Started(keras.optimizers.SGD):
+    """SGD whose state does not begin with one number."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.add_optimizer_variables(variables, ["drawn"], ["random_normal"])
+
+
 def tf_outer_refusals() -> list[str]:
     """Wrap with what a graph or a tape cannot do; return the errors."""
     taken = keras.optimizers.SGD()
@@ -428,6 +436,7 @@ def tf_outer_refusals() -> list[str]:
         error_of(lambda: wrap(FIRST, keras.optimizers.Nadam(), outer={"every": 4, "state": "reset"})),
         error_of(lambda: wrap(FIRST, taken, outer={"every": 4, "state": "reset"})),
         error_of(lambda: wrap({"compressor": "none"}, keras.optimizers.Adam(), outer={"every": 4, "variates": True})),
+        error_of(lambda: wrap(FIRST, Started(), outer={"every": 4, "state": "reset"}).build([tf.Variable([1.0, 1.0])])),
         error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
         error_of(lambda: DistributedGradientTape(tf.GradientTape(), config={**FIRST, "outer": "diloco"})),
     ]

@@ -41,4 +41,5 @@ def test_what_other_ranks_have_saved_is_forgotten_or_refused(launch):
         moved, loaded = rank["before"]
         assert moved == loaded > 0.1
         assert rank["after"] == [0.0, 0.0]
+        assert rank["own"], "a broadcast must not change them"
         assert "StateError: checkpoint: with pairs, each rank goes on from weights of its own" in rank["pairs"]
