@@ -247,10 +247,14 @@ class TensorflowOps(ArrayOps):
         # In a graph, tf.cond takes no Python bool.
         return super().choose(condition, a, b) if isinstance(condition, bool) else tf.cond(condition, a, b)
 
-    def computed(self, function: Callable[[int], int], x: Any) -> Any:
-        if not isinstance(x, tf.Tensor):
-            return super().computed(function, x)
-        found = tf.numpy_function(lambda n: np.int32(function(int(n))), [x], tf.int32)
+    def computed(self, function: Callable[..., float], *numbers: Array, dtype: str = "int32") -> Array:
+        if not any(isinstance(x, tf.Tensor) for x in numbers):
+            return super().computed(function, *numbers, dtype=dtype)
+
+        def call(*given: Any) -> Any:
+            return np.dtype(dtype).type(function(*(x.item() for x in given)))
+
+        found = tf.numpy_function(call, numbers, _DTYPES[dtype])
         found.set_shape([])
         return found
 

@@ -1,9 +1,8 @@
-"""Branches of a graph, which must return a tensor, and what runs in Python."""
+"""Branches of a graph, which must return a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -21,10 +20,3 @@ def always(make: Callable[[], object]) -> Callable[[], tf.Tensor]:
 def never() -> tf.Tensor:
     """Return the tensor of a branch in which nothing happens."""
     return tf.constant(False)
-
-
-def in_python(function: Callable[..., Any], inputs: Sequence[Any], dtype: tf.DType, shape: list[int]) -> tf.Tensor:
-    """Return the result of a function of NumPy arrays, which runs whenever the graph runs."""
-    result = tf.numpy_function(function, list(inputs), dtype)
-    result.set_shape(shape)
-    return result

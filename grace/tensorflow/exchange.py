@@ -21,6 +21,7 @@ from grace.core.ops import get_ops
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
+from grace.core.session.meeting import weighed
 from grace.core.session.outer_setup import check_references, refuse_outer
 from grace.core.session.start import check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
@@ -32,9 +33,9 @@ from grace.tensorflow.gradients import (
     is_embedding,
     kind_of,
     names_of,
-    weighed,
 )
 from grace.tensorflow.run import VariableRun, tensorflow_ops
+from grace.tensorflow.stage import Stage
 from grace.tensorflow.step import GraphStep
 from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
@@ -530,7 +531,7 @@ class Exchange(core.Exchange, tf.Module):
         step = self._step
         assert step is not None
         members, count = frozenset(changes), len(self._specs)
-        weighted = dict(zip(changes, weighed([*changes.values()], factor), strict=True))
+        weighted = dict(zip(changes, weighed(tensorflow_ops("cpu"), [*changes.values()], factor), strict=True))
         given = [weighted.get(i) for i in range(count)]
 
         def exchanged(resting: bool) -> list[Gradient | None]:
@@ -547,6 +548,19 @@ class Exchange(core.Exchange, tf.Module):
         """Return whether the condition holds on all ranks. All ranks must call it, after `filled`."""
         assert self._step is not None
         return self._step.everywhere(condition)
+
+    def paces(self, places: Sequence[int]) -> tf.Tensor:
+        """Return the pace of the memory of each of these variables in the next step, in a graph."""
+
+        def of(stage: Stage) -> tf.Tensor:
+            pace_of = {item.spec.name: item.memory.pace for item in stage.plan.assignments}
+            return tf.constant([pace_of[self._specs[i].name] for i in places], tf.float64)
+
+        return self.run.select(of)
+
+    def is_foreign(self) -> tf.Tensor:
+        """Return whether another rank has saved the memories, or one of another number of ranks, in a graph."""
+        return self.run.is_foreign(self.rank, self.size)
 
     def means(self, tensors: Sequence[tf.Tensor], label: str, **options: Any) -> list[tf.Tensor]:
         """Return uncompressed means; see `GraphStep.means`. Call it after `filled`."""

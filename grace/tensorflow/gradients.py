@@ -97,8 +97,3 @@ def names_of(variables: Sequence[Any], saved: tuple[str, ...]) -> tuple[str, ...
 def is_embedding(name: str) -> bool:
     """Return whether the variable belongs to a Keras Embedding layer. Its gradient holds only the rows looked up."""
     return name.rpartition("/")[2] == "embeddings"
-
-
-def weighed(tensors: Sequence[tf.Tensor], factor: tf.Tensor | None) -> list[tf.Tensor]:
-    """Return tensors times a 0-d factor, rounded to their dtype; None stands for 1."""
-    return list(tensors) if factor is None else [x * tf.cast(factor, x.dtype) for x in tensors]

@@ -450,15 +450,18 @@ class Distributed(Exchanges):
 
     def _apply_locally(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None) -> None:
         """Apply this rank's gradients, and exchange what the weights have moved if it is time."""
-        places = self._places(grads, self._known(trainable_variables))
-        variables, steps = [inside(v) for v in self._trainable_variables], self._iterations.value
+        places, exchange, outer = self._places(grads, self._known(trainable_variables)), self.grace, self._outer
+        check_outer(exchange.config, _WHERE, average=True, size=exchange.size)
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
-        self.grace.filled([tf.zeros_like(v) for v in variables])
-        self._outer.before(steps, variables, self.grace)
-        grads = self._outer.corrected(grads, places, self.grace._learning_rate())
+        exchange.filled([tf.zeros_like(inside(v)) for v in self._trainable_variables])
+        outer.before(self._iterations.value.read_value(), exchange)
+        if outer.variates:
+            given = {i: tf.convert_to_tensor(g) for i, g in zip(places, grads, strict=True) if g is not None}
+            corrected = outer.corrected(given, exchange._learning_rate())
+            grads = [corrected.get(i) for i in places]
         with self.after_exchange():
             super().apply(grads, trainable_variables)
-        self._outer.after(steps, variables, self.grace)
+        outer.after(self._iterations.value.read_value(), exchange)
 
     @property
     def iterations(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from grace.core.guards.replicas import (
     summary,
 )
 from grace.core.ops import get_ops
-from grace.tensorflow.branches import in_python
 from grace.tensorflow.transport import HorovodTransport
 
 _BROADCAST = (
@@ -70,19 +69,25 @@ def _compared(
 ) -> tf.Tensor:
     names = list(variables)
     # In Python: traced operations would make every graph of a step much larger.
-    mine = in_python(
+    mine = _in_python(
         functools.partial(_digests, names), [v.read_value() for v in variables.values()], tf.int64, [len(names) + 1]
     )
     brief = _gathered(mine[-1:], "replicas", transport)
 
     def explain() -> tf.Tensor:
         everyone = _gathered(tf.concat([mine[:-1], moment], 0), "replicas.detail", transport)
-        text = in_python(functools.partial(_explained, names, weights, transport.rank), [everyone], tf.string, [])
+        text = _in_python(functools.partial(_explained, names, weights, transport.rank), [everyone], tf.string, [])
         check = tf.debugging.Assert(tf.equal(text, ""), [text])
         with tf.control_dependencies([check]):
             return tf.constant(False)
 
     return tf.cond(tf.reduce_all(tf.equal(brief, brief[0])), lambda: tf.constant(True), explain)
+
+
+def _in_python(function: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.DType, shape: list[int]) -> tf.Tensor:
+    result = tf.numpy_function(function, inputs, dtype)
+    result.set_shape(shape)
+    return result
 
 
 def _gathered(values: tf.Tensor, name: str, transport: HorovodTransport) -> tf.Tensor:

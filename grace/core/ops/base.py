@@ -333,12 +333,12 @@ class Primitives(ABC):
         """Return a() if the 0-d condition holds, else b(); both return an array, or a list, of equal shapes."""
         return a() if condition else b()
 
-    def computed(self, function: Callable[[int], int], x: Array) -> Array:
-        """Return the integer function(x) for an integer x; in a traced graph, both are 0-d arrays.
+    def computed(self, function: Callable[..., float], *numbers: Array, dtype: str = "int32") -> Array:
+        """Return the number function(*numbers); in a traced graph, it is a 0-d array of a dtype.
 
         Python computes it whenever the graph runs.
         """
-        return function(int(x))
+        return function(*numbers)
 
     def while_loop(self, condition: Callable[[Array], Array], body: Callable[[Array], Array], x: Array) -> Array:
         """Apply body to x while the 0-d condition holds."""

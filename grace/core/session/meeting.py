@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from grace.core.config.outer import OuterSteps
@@ -57,3 +58,8 @@ def varied(
     """Return the next control variate, kept * h + factor * (change of this rank - mean change)."""
     own, of_all = (ops.cast(ops.reshape(x, (-1,)), spec.work_dtype) for x in (change, mean))
     return ops.weighted_sum(variate, kept, own - of_all, factor)
+
+
+def weighed(ops: ArrayOps, tensors: Sequence[Array], factor: Array | None) -> list[Array]:
+    """Return tensors times a 0-d factor, rounded to their dtype; None stands for 1."""
+    return list(tensors) if factor is None else [x * ops.cast(factor, ops.dtype(x)) for x in tensors]

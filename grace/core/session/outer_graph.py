@@ -1,0 +1,408 @@
+"""`GraphOuter`: outer steps in traced graphs, which `grace.core.session.outer` takes on values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from grace.core.config.config import Config
+from grace.core.config.outer import OuterSteps
+from grace.core.errors import StateError, StepError
+from grace.core.ops.composites import ArrayOps
+from grace.core.session.meeting import agreeing, meet, varied, weighed, with_variate
+from grace.core.spec import Array, TensorSpec
+
+
+class Variable(Protocol):
+    """An array that graphs read and write."""
+
+    def read_value(self) -> Array:
+        """Return what it holds when the graph gets here."""
+
+    def assign(self, value: Array) -> Any:
+        """Replace what it holds."""
+
+    def assign_add(self, value: Array) -> Any:
+        """Add to what it holds."""
+
+
+#: Makes a variable that is saved, of a name and a first value.
+MakeVariable = Callable[[str, Array], Variable]
+
+
+class GraphExchange(Protocol):
+    """The exchange of a framework that traces graphs, for the ranks of a meeting."""
+
+    config: Config
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def buffers(self) -> Sequence[Variable]:
+        """The buffers of the model that meet."""
+
+    def meet(self, changes: Mapping[int, Array], factor: Array | None) -> tuple[Sequence[Array], Sequence[Array]]:
+        """Return the means of changes over all ranks, and what this rank has sent if outer steps follow that."""
+
+    def means(
+        self, tensors: Sequence[Array], label: str, *, of_first: bool = False, pairing: Array | None = None
+    ) -> Sequence[Array]:
+        """Return uncompressed means over all ranks, the values of the first one, or means of a pair."""
+
+    def paces(self, places: Sequence[int]) -> Array:
+        """Return the pace of the memory of each of these tensors in the next step, in float64."""
+
+    def is_foreign(self) -> Array:
+        """Return whether another rank has saved what this one has loaded."""
+
+
+class GraphOuter:
+    """The outer steps of one rank, in graphs: the weights after the last meeting, and what is kept between meetings.
+
+    `weights` are the variables that train, one per spec, and `states` pairs variables of the inner optimizer with the
+    number of meetings between two means. `noise(n, dtype)` returns normal numbers of this rank, if outer steps add any.
+    An adapter calls `before`, `corrected` and `after` around each inner step; `restart(members, fragment, taken)` is
+    called for the weights that have met after inner step `taken`.
+    """
+
+    def __init__(
+        self,
+        outer: OuterSteps,
+        specs: Sequence[TensorSpec],
+        weights: Sequence[Variable],
+        states: Sequence[tuple[Variable, int]],
+        ops: Callable[[str], ArrayOps],
+        make_variable: MakeVariable,
+        *,
+        noise: Callable[[int, str], Array] | None = None,
+    ) -> None:
+        self.outer, self._specs, self._weights, self._states = outer, specs, weights, states
+        self._of, self._noise, self._ops = ops, noise, ops(specs[0].device)
+        places = {spec.name: i for i, spec in enumerate(specs)}
+        self.fragments = [[places[name] for name in names] for names in outer.divide(specs)]
+
+        def zeros(name: str, wanted: Any) -> list[Variable]:
+            made = [self._of(spec.device).zeros(spec.numel, spec.dtype) for spec in specs if wanted]
+            return [make_variable(f"{name}_{i}", self._shaped(i, x)) for i, x in enumerate(made)]
+
+        def numbers(names: Collection[str], dtype: str, wanted: Any) -> dict[str, Variable]:
+            return {name: make_variable(f"outer_{name}", self._number(0, dtype)) for name in names if wanted}
+
+        self.anchors = [make_variable(f"met_{i}", w.read_value()) for i, w in enumerate(weights)]
+        self._kept = [
+            {
+                key: make_variable(f"outer_{i}_{key}", x)
+                for key, x in outer.optimizer.init(self._of(s.device), w).items()
+            }
+            for i, (s, w) in enumerate(zip(specs, map(self._wide, range(len(specs)), weights), strict=True))
+        ]
+        # The inner step of the last meeting, and the number of meetings, if the next ones depend on them.
+        drawn = outer.participation < 1 or outer.pairs or outer.relevance
+        counts = outer.adapt or drawn or any(n > 1 for _, n in states)
+        self._counts = numbers(("met_at", "rounds"), "int64", counts)
+        # The changes on their way.
+        self._flight = zeros("outer_sent", outer.delay)
+        # The sum and the number of the losses of this rank since the last meeting, and the mean of all ranks in the
+        # first and in the last period.
+        names = ("total", "number", "first", "last")
+        losses = numbers([f"loss_{name}" for name in names], "float64", outer.adapt == "loss")
+        self.losses = dict(zip(names, losses.values(), strict=False))
+        # The mean changes of the last meeting, which decide on the next one.
+        self._last = zeros("outer_last", outer.relevance)
+        #: The flat control variates.
+        self.variates = [
+            make_variable(f"outer_variate_{i}", self._of(spec.device).zeros(spec.numel, spec.work_dtype))
+            for i, spec in enumerate(specs)
+            if outer.variates
+        ]
+        # By fragment, the sums of the learning rates since the last meeting.
+        rates = numbers([f"rates_{i}" for i in range(outer.count)], "float64", outer.variates)
+        self._rates = list(rates.values())
+
+    def restart(self, members: Sequence[int], fragment: int, taken: Array) -> None:
+        """Do what the inner optimizer does once weights have met (default: nothing)."""
+
+    def moved(self) -> None:
+        """Go on with other ranks, over which control variates do not add up to zero."""
+        for spec, variate in zip(self._specs, self.variates, strict=False):
+            variate.assign(self._of(spec.device).zeros(spec.numel, spec.work_dtype))
+
+    def before(self, steps: Array, exchange: GraphExchange) -> None:
+        """Read the weights again where they are those of the last meeting; they may have been loaded or broadcast.
+
+        `steps` is the number of inner steps until now.
+        """
+        outer, taken = self.outer, self._ops.cast(steps, "int64")
+        for fragment, members in enumerate(self.fragments):
+            fresh = taken == 0
+            if not outer.local_error:
+                just_met = taken == self._met if outer.adapt else outer.meets(taken, fragment)
+                exact = taken <= outer.warmup if outer.keeps_own or outer.delay else taken >= 0
+                fresh = fresh | (just_met & exact)
+            self._if(fresh, functools.partial(self._read, members))
+        if self.variates or outer.pairs:
+            self._if(exchange.is_foreign(), self._loaded_another)
+
+    def _read(self, members: Sequence[int]) -> None:
+        for i in members:
+            self.anchors[i].assign(self._weights[i].read_value())
+
+    def _loaded_another(self) -> None:
+        """Go on with what another rank has saved, or one of other ranks."""
+        if self.outer.pairs:
+            error = StateError(
+                "checkpoint: with pairs, each rank goes on from weights of its own, expected what it has saved among "
+                "as many ranks, received what another one has; load one checkpoint per rank."
+            )
+            self._ops.require(self._number(0, "int64") > 0, error)
+        self.moved()
+
+    def corrected(self, gradients: Mapping[int, Array], lr: Array) -> dict[int, Array]:
+        """Return gradients of an inner step less the control variates, and note its learning rate."""
+        for rate in self._rates:
+            rate.assign_add(self._ops.cast(lr, "float64"))
+        found = {}
+        for i, g in gradients.items():
+            ops, spec = self._of(self._specs[i].device), self._specs[i]
+            corrected = ops.cast(ops.reshape(g, (-1,)), spec.work_dtype) - self.variates[i].read_value()
+            found[i] = self._shaped(i, ops.cast(corrected, ops.dtype(g)))
+        return found
+
+    def after(self, steps: Array, exchange: GraphExchange) -> None:
+        """Exchange what the weights have moved and write new ones, if the ranks meet after this inner step.
+
+        `steps` is the number of inner steps until now.
+        """
+        taken = self._ops.cast(steps, "int64")
+        warming = taken <= self.outer.warmup
+        # In the warm-up all tensors meet at once, one fragment after the other.
+        everything, zero = range(len(self._specs)), self._number(0.0, "float64")
+        whole = self._ops.choose(warming, lambda: self._norm(everything), lambda: zero) if self.outer.clip else None
+        for fragment, members in enumerate(self.fragments):
+            meeting = functools.partial(self._exchanged, fragment, taken, warming, whole, exchange)
+            self._if(self._lands(taken, fragment), meeting)
+            if self._flight:
+                sends = self.outer.meets(taken, fragment) & ~warming
+                self._if(sends, functools.partial(self._send, members, warming, whole))
+
+    def _exchanged(
+        self, fragment: int, taken: Array, warming: Array, whole: Array | None, exchange: GraphExchange
+    ) -> None:
+        """Let a fragment meet, and what accompanies the weights with the last one."""
+        outer, members, paces = self.outer, self.fragments[fragment], None
+        if self._flight:
+            self._if(warming, functools.partial(self._send, members, warming, whole))
+            moved = [self._flight[i].read_value() for i in members]
+        else:
+            moved = self._changes(members, warming, whole)
+        if self.variates:
+            paces = exchange.paces(members)
+            moved = self._with_variates(moved, fragment, paces)
+        part = Part(self, exchange, self._factor(taken, fragment, exchange))
+        if outer.relevance:
+            part = self._part_by_relevance(moved, warming, exchange)
+        found, own = exchange.meet(dict(zip(members, moved, strict=True)), part.factor)
+        merged = part.rescaled(found)
+        if outer.pairs:
+            merged = [self.anchors[i].read_value() - x for i, x in zip(members, merged, strict=True)]
+        for i, change, mean, sent in zip(members, moved, merged, own or moved, strict=True):
+            self._meet(i, change, mean, sent, warming)
+            if self._last:
+                self._last[i].assign(mean)
+        if paces is not None:
+            self._vary(fragment, own, merged, paces, warming)
+        self.restart(members, fragment, taken)
+        if fragment == outer.count - 1:
+            self._beside(taken, part)
+
+    def _beside(self, taken: Array, part: Part) -> None:
+        """Let meet what accompanies the weights."""
+        if self._counts:
+            self._counts["met_at"].assign(taken)
+            self._counts["rounds"].assign_add(self._number(1, "int64"))
+        for every in sorted({every for _, every in self._states}):
+            due = [v for v, n in self._states if n == every]
+            now = taken > 0 if every == 1 else self._rounds % every == 0
+            self._if(now, functools.partial(part.average, due, f"state.{every}", every))
+        part.average(part.exchange.buffers, "buffer", 1, of_first=self.outer.buffers == "first")
+        if self.losses:
+            total, number, first, last = self.losses.values()
+            noted, ops = number.read_value(), self._ops
+            error = StepError(
+                "the periods of outer steps follow the loss, and none was noted since the last meeting; call "
+                "optimizer.scale_loss(loss) in each step."
+            )
+            own = ops.require(noted > 0, error, ops.cast(total.read_value() / noted, "float32"))
+            (mean,) = part.means([ops.reshape(own, (1,))], "loss")
+            last.assign(ops.cast(mean[0], "float64"))
+            first.assign(ops.where(first.read_value() == 0, last.read_value(), first.read_value()))
+            for v in (total, number):
+                v.assign(self._number(0.0, "float64"))
+
+    # --- what is sent -----------------------------------------------------------------------------------------------
+
+    def _changes(self, members: Sequence[int], warming: Array, whole: Array | None) -> list[Array]:
+        """Return what this rank sends of some tensors; `whole` is the norm of the changes of all."""
+        if self.outer.pairs:
+            # The two of a pair do not move from the same weights.
+            return [self._weights[i].read_value() for i in members]
+        moved = [self.anchors[i].read_value() - self._weights[i].read_value() for i in members]
+        if whole is None:
+            return moved
+        made, clip, norm = [], self.outer.clip, self._ops.where(warming, whole, self._norm(members))
+        factor = self._ops.where(norm > clip, clip / norm, 1.0)
+        for i, x in zip(members, moved, strict=True):
+            ops, spec = self._of(self._specs[i].device), self._specs[i]
+            limited = ops.cast(x, spec.work_dtype) * ops.cast(factor, spec.work_dtype)
+            if self._noise is not None:
+                drawn = ops.reshape(self._noise(spec.numel, spec.work_dtype), spec.shape)
+                limited = ops.weighted_sum(limited, 1, drawn, self.outer.noise * clip)
+            made.append(ops.cast(limited, spec.dtype))
+        return made
+
+    def _norm(self, members: Sequence[int]) -> Array:
+        squares = []
+        for i in members:
+            ops = self._of(self._specs[i].device)
+            moved = ops.cast(self.anchors[i].read_value() - self._weights[i].read_value(), "float64")
+            squares.append(ops.sum(moved * moved))
+        return self._ops.sqrt(sum(squares[1:], squares[0]))
+
+    def _send(self, members: Sequence[int], warming: Array, whole: Array | None) -> None:
+        for i, change in zip(members, self._changes(members, warming, whole), strict=True):
+            self._flight[i].assign(change)
+
+    def _with_variates(self, moved: Sequence[Array], fragment: int, paces: Array) -> list[Array]:
+        """Return what this rank sends: where a memory has a pace, what gradients alone would have moved."""
+        made, rate = [], self._rates[fragment].read_value()
+        for number, (i, x) in enumerate(zip(self.fragments[fragment], moved, strict=True)):
+            ops, spec = self._of(self._specs[i].device), self._specs[i]
+            flat = ops.reshape(x, (-1,))
+            alone = with_variate(ops, spec, flat, self.variates[i].read_value(), rate)
+            made.append(self._shaped(i, ops.where(paces[number] > 0, alone, flat)))
+        return made
+
+    def _factor(self, taken: Array, fragment: int, exchange: GraphExchange) -> Array | None:
+        """Return the factor on what this rank contributes to a meeting; None if all contribute equally."""
+        outer, (rank, size) = self.outer, (exchange.rank, exchange.size)
+        if outer.is_plain_mean or outer.relevance:
+            return None
+
+        def draw(step: int, rounds: int) -> float:
+            # Of any fragment; they take turns after the warm-up.
+            before = outer.warmup + (rounds - outer.warmup) * outer.count + fragment
+            return outer.factor(step, before, rank, size, exchange.config.seed)
+
+        return self._ops.computed(draw, taken, self._rounds if self._counts else 0, dtype="float64")
+
+    def _part_by_relevance(self, moved: Sequence[Array], warming: Array, exchange: GraphExchange) -> Part:
+        """Return this rank's part in a meeting of those whose changes have the signs of the last one."""
+        each = zip(self._specs, moved, self._last, strict=True)
+        equal = [agreeing(self._of(spec.device), x, last.read_value()) for spec, x, last in each]
+        share = self._ops.cast(sum(equal[1:], equal[0]), "float64") / sum(spec.numel for spec in self._specs)
+        sends = self._ops.cast(warming | (self._rounds == 0) | (share >= self.outer.relevance), "float32")
+        (mean,) = exchange.means([self._ops.reshape(sends, (1,))], "senders")
+        return Part(self, exchange, self._ops.cast(sends, "float64"), self._ops.cast(mean[0], "float64"))
+
+    # --- what a meeting makes of it -----------------------------------------------------------------------------------
+
+    def _meet(self, i: int, moved: Array, mean: Array, sent: Array, warming: Array) -> None:
+        spec, anchor, variable, kept = self._specs[i], self.anchors[i], self._weights[i], self._kept[i]
+        ops = self._of(spec.device)
+        met, change, now = (ops.reshape(x, (-1,)) for x in (anchor.read_value(), mean, variable.read_value()))
+        state = {key: v.read_value() for key, v in kept.items()}
+        new, own, after = meet(self.outer, ops, spec, met, change, now, state, warming=warming)
+        new, own = self._shaped(i, new), self._shaped(i, own)
+        anchor.assign(new)
+        variable.assign(new - (moved - sent) if self.outer.local_error else own)
+        for key, v in kept.items():
+            v.assign(after[key])
+
+    def _vary(self, fragment: int, own: Sequence[Array], merged: Sequence[Array], paces: Array, warming: Array) -> None:
+        """Move the control variates of a fragment; see `grace.core.session.outer`."""
+        rate = self._rates[fragment].read_value()
+        steps = self._ops.where(paces > 0, paces, 1.0) / rate
+        for number, (i, x, mean) in enumerate(zip(self.fragments[fragment], own, merged, strict=True)):
+            spec, h = self._specs[i], self.variates[i].read_value()
+            ops, kept = self._of(spec.device), 1 - paces[number]
+            new = varied(ops, spec, h, x, mean, kept=kept, factor=steps[number])
+            self.variates[i].assign(ops.where(warming | (rate == 0), h, new))
+        self._rates[fragment].assign(self._number(0.0, "float64"))
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def _lands(self, taken: Array, fragment: int) -> Array:
+        """Return whether what a fragment has sent is applied after this inner step."""
+        if not self.outer.adapt:
+            return self.outer.lands(taken, fragment)
+
+        def period(met: int, rounds: int, first: float = 0.0, last: float = 0.0) -> int:
+            return self.outer.period(met, rounds, last / first if first else 1.0)
+
+        met, losses = self._met, [self.losses[key].read_value() for key in ("first", "last") if self.losses]
+        return taken >= met + self._ops.computed(period, met, self._rounds, *losses, dtype="int64")
+
+    @property
+    def _met(self) -> Array:
+        return self._counts["met_at"].read_value()
+
+    @property
+    def _rounds(self) -> Array:
+        return self._counts["rounds"].read_value()
+
+    # --- arrays -----------------------------------------------------------------------------------------------------
+
+    def _if(self, condition: Array, act: Callable[[], object]) -> None:
+        """Act if a condition holds when the graph runs."""
+
+        def acted() -> Array:
+            act()
+            return self._number(1, "int64")
+
+        self._ops.choose(condition, acted, lambda: self._number(0, "int64"))
+
+    def _number(self, value: float, dtype: str) -> Array:
+        return self._ops.reshape(self._ops.numbers([value], dtype), ())
+
+    def _shaped(self, i: int, x: Array) -> Array:
+        return self._of(self._specs[i].device).reshape(x, self._specs[i].shape)
+
+    def _wide(self, i: int, weight: Variable) -> Array:
+        ops, spec = self._of(self._specs[i].device), self._specs[i]
+        return ops.cast(ops.reshape(weight.read_value(), (-1,)), spec.work_dtype)
+
+
+class Part(NamedTuple):
+    """Part of a rank in a meeting: the factor on what it contributes, and the share of the ranks that contribute.
+
+    None stands for 1. Both are 0-d and float64.
+    """
+
+    run: GraphOuter
+    exchange: GraphExchange
+    factor: Array | None = None
+    senders: Array | None = None
+
+    def means(self, tensors: Sequence[Array], label: str, every: int = 1, *, of_first: bool = False) -> list[Array]:
+        """Return uncompressed means over the ranks that contribute, at every `every`-th meeting."""
+        run = self.run
+        pairing = run._rounds // every - 1 if run.outer.pairs else None
+        sent = weighed(run._ops, tensors, self.factor)
+        return self.rescaled(self.exchange.means(sent, label, of_first=of_first, pairing=pairing))
+
+    def average(self, kept: Sequence[Variable], label: str, every: int, *, of_first: bool = False) -> None:
+        """Write these means to the variables that they are of."""
+        found = self.means([v.read_value() for v in kept], label, every, of_first=of_first)
+        for v, new in zip(kept, found, strict=True):
+            v.assign(new)
+
+    def rescaled(self, merged: Sequence[Array]) -> list[Array]:
+        """Return means over the ranks that contribute, from those over all; zeros if there are none."""
+        if self.senders is None:
+            return list(merged)
+        ops = self.run._ops
+        return weighed(ops, merged, ops.where(self.senders > 0, 1 / self.senders, 1.0))
