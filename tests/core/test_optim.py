@@ -161,6 +161,23 @@ def test_what_is_merged_moves_nothing_where_the_second_moment_is_zero(framework)
         assert (after[7:] != weights[7:].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("kind", [Adam, OneBitLamb])
+def test_a_momentum_with_zeros_in_their_places_needs_no_search(kind, scaled):
+    weights, gradients = given()
+    rule, ops = kind(betas=(B1, B2), scaled=scaled), get_ops("numpy")
+    x = weights.astype(np.float32)
+    _, state = rule.step(ops, x, gradients[0].astype(np.float32), rule.init(ops, x), LR, 1)
+    state = rule.freeze(ops, state, 1)
+    merged = np.full(N, 0.1, np.float32)
+    masked = np.where(state[rule.second] > 0, merged, np.float32(0))
+    assert 0 < np.count_nonzero(masked) < N
+    searched = rule.frozen_step(ops, x, merged, state, LR, 2)
+    known = rule.frozen_step(ops, x, masked, state, LR, 2, masked=True)
+    assert np.array_equal(searched[0], known[0])
+    assert all(np.array_equal(searched[1][key], each) for key, each in known[1].items())
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_gradient_that_the_second_moment_has_not_seen_is_limited(framework):
     """As in Adam, whose quotient is at most (1 - beta1) / sqrt(1 - beta2); NaN must reach the other ranks."""

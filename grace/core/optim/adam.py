@@ -25,6 +25,7 @@ class Adam(Freezing):
     """
 
     name = "OneBitAdam"
+    second = "scale"
 
     decoupled_weight_decay: bool = False
 
@@ -53,10 +54,10 @@ class Adam(Freezing):
         return ops.where(second > 0, one / self._root(ops, second, correction), 0.0)
 
     def frozen_step(
-        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int
+        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int, masked: bool = False
     ) -> tuple[Array, State]:
         scale, (first, _) = state["scale"], self._corrections(number)
-        momentum = ops.where(scale > 0, momentum, 0.0)
+        momentum = momentum if masked else ops.where(scale > 0, momentum, 0.0)
         direction = momentum if self.scaled else momentum * scale
         new = ops.weighted_sum(self._shrunk(ops, weights, lr), 1, direction, -lr / first)
         return new, {**state, "exp_avg": momentum}

@@ -94,6 +94,9 @@ class Freezing(Moments):
     mean of all elements makes steps of any length where v is small.
     """
 
+    #: The frozen array of the state that is zero where the second moment was.
+    second: ClassVar[str]
+
     scaled: bool = True
 
     @abstractmethod
@@ -118,9 +121,12 @@ class Freezing(Moments):
 
     @abstractmethod
     def frozen_step(
-        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int
+        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int, masked: bool = False
     ) -> tuple[Array, State]:
-        """Return the new weights and the new state after a step with the merged momentum."""
+        """Return the new weights and the new state, which may hold the merged momentum itself, after a step with it.
+
+        A `masked` momentum is zero where the second moment was, so that nothing needs to look for these elements.
+        """
 
 
 def trust_ratio(ops: ArrayOps, weights: Array, update: Array, low: float, high: float) -> Array:
