@@ -40,6 +40,7 @@ class MPIExchange(Exchange):
 
     called = "MPIExchange"
     takes_references = True
+    watches = True
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class MPIExchange(Exchange):
             with open_session(request, self.transport, world=_WORLD) as session:
                 refuse_states(session.config, request.where)
                 session.local["average"] = average
-                run = session.begin(as_specs(tensors), ops, average=average, outer=True, references=True)
+                run = session.begin(as_specs(tensors), ops, average=average, outer=True, references=True, auto=True)
         except Exception:
             # All ranks get here, or none.
             self.transport.close()
@@ -105,12 +106,16 @@ class MPIExchange(Exchange):
             self.run.current.check_reference(item, others.get(item.spec.name))
         if is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
+        self.step_begins()
         try:
             # All ranks start their collectives in the order of the plan.
             for item in self.plan.assignments:
                 name = item.spec.name
+                self.saw(name, gradients[name])
                 self.run.current.ready(name, gradients[name], lr, others.get(name))
-            return self.run.finish()
+            merged = self.run.finish()
+            self.step_ends()
+            return merged
         except BaseException:
             self.run.discard()
             raise

@@ -23,7 +23,7 @@ from grace.core.plan.unit import Assignment
 from grace.core.session import exchange as core
 from grace.core.session.meeting import weighed
 from grace.core.session.outer_setup import check_references, refuse_outer
-from grace.core.session.start import check_predivide, describe, is_mean
+from grace.core.session.start import check_auto, check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import (
     Gradient,
@@ -80,9 +80,9 @@ class Exchange(core.Exchange, tf.Module):
         average = is_mean(op, hvd.Average, hvd.Sum, "hvd.Average or hvd.Sum", where)
         check_predivide(gradient_predivide_factor, average, f"op=hvd.Average ({hvd.Average})", op, where)
         refuse_typos(options, type(self), where)
-        core.Exchange.__init__(
-            self, make_config(config, **options), (), [], tensorflow_ops, prefix="bucket", delegate=self._delegated
-        )
+        made = make_config(config, **options)
+        check_auto(made, where, False)
+        core.Exchange.__init__(self, made, (), [], tensorflow_ops, prefix="bucket", delegate=self._delegated)
         if not self.takes_outer:
             refuse_outer(self.config, where)
         check_references(self.config, where, self.takes_references)

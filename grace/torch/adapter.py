@@ -166,6 +166,8 @@ class GradientAdapter(OptimizerAdapter):
         if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):
             # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
             p.grad = p.grad.resolve_conj().resolve_neg()
+        if p.grad is not None and not p.grad.is_sparse:
+            self.exchange.saw(name, p.grad)
         if not self.run.exchanges(name):
             return self.delegated.start(p)
         lr = self.optimizer.param_groups[self.group_of[p]]["lr"]
@@ -219,6 +221,7 @@ class GradientAdapter(OptimizerAdapter):
             self.delegated.agree_on_sparse()
         self.library_synchronize()
         self._clear()
+        self.exchange.step_ends()
         if alone:
             # The library reduced all tensors and asked the run for nothing. The schedule counts the step anyway.
             self.run.finish()

@@ -33,6 +33,7 @@ class Exchange(core.Exchange):
     """The plan, the statistics and the state of an exchange: `optimizer.grace`, or what `register` returns."""
 
     called = "optimizer.grace"
+    watches = True
     # The function that makes it.
     maker = "grace.torch.DistributedOptimizer"
     # With replicas of a sharded model, the number of the part that this rank holds, and that of all parts.
@@ -150,6 +151,7 @@ class Exchange(core.Exchange):
 
     def start_comparing(self) -> None:
         """Start to compare the ranks; see `Comparisons.start`. Raises StepError in elastic mode without a state."""
+        self.step_begins()
         if self._library.elastic and not self.synchronized:
             raise StepError(
                 "elastic Horovod keeps no residuals in its own TorchState; pass the optimizer to "

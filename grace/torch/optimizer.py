@@ -138,7 +138,10 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             specs += beside.specs
         # A GradScaler passes no closure to step().
         references = not outer and scaler is None
-        run = session.begin(specs, OPS, average=average, delegate=delegate, outer=True, references=references)
+        auto = not library.elastic
+        run = session.begin(
+            specs, OPS, average=average, delegate=delegate, outer=True, references=references, auto=auto
+        )
     parameters = {name: p for p, name in names.items()}
     check_frozen = functools.partial(
         refuse_unfrozen,

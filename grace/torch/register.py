@@ -99,7 +99,7 @@ def register(
         session.local = {"model number": session.number, "grad_scaler": scaler is not None}
         # In the first step of a static graph, DDP would count the passes of no_sync() as well.
         references = not (isinstance(model, DistributedDataParallel) and model.static_graph)
-        run = session.begin(specs, OPS, average=True, delegate=library.reduces, references=references)
+        run = session.begin(specs, OPS, average=True, delegate=library.reduces, references=references, auto=True)
     exchange: ModelExchange
     if isinstance(model, DistributedDataParallel):
         exchange = ModelExchange(session, library, parameters, scaler)

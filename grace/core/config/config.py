@@ -35,6 +35,8 @@ else:
     import tomli as tomllib
 
 ENVIRONMENT_VARIABLE = "GRACE_CONFIG"
+# The name that stands for the compressor `none` with the option `auto`.
+AUTO = "auto"
 GRANULARITIES = ("layer", "bucket", "model")
 _COMPONENTS = ("compressor", "memory", "communicator")
 _REGISTRIES: dict[str, Any] = {"compressor": compressors, "memory": memories, "communicator": communicators}
@@ -181,7 +183,7 @@ class Config:
     it raises WaitError. `checksum` gives every gathered buffer a checksum. Every `check_replicas` steps the ranks
     compare digests of their weights and shared states (0: never). Without `rollback` a memory is kept once instead of
     twice, and starts from zero when a step is dropped. `outer` lets the ranks step on their own and exchange what their
-    weights have moved.
+    weights have moved. `auto` lets the run choose its compressor by measurement.
     """
 
     method: Method
@@ -197,6 +199,7 @@ class Config:
     checksum: bool = False
     check_replicas: int = 0
     rollback: bool = True
+    auto: bool = False
     outer: OuterSteps | None = None
 
     def __post_init__(self) -> None:
@@ -204,6 +207,11 @@ class Config:
             raise ConfigError(
                 f"outer: dense_every = {self.outer.dense_every} is a schedule that begins again, and the configuration "
                 "has a schedule or warmup_steps of its own; leave one of them out."
+            )
+        if self.auto and (self.schedule or self.outer is not None):
+            raise ConfigError(
+                "auto chooses the compressor of exchanged gradients, and the configuration has a schedule, "
+                "warmup_steps or outer; leave them out, or name a compressor."
             )
         steps = [0, *(stage.step for stage in self.schedule)]
         if any(b <= a for a, b in itertools.pairwise(steps)):
@@ -269,13 +277,13 @@ def make_config(config: Config | Mapping[str, Any] | str | os.PathLike[str] | No
     If none of them names a compressor, the values of GRACE_CONFIG (the path of a TOML file, or a JSON object) fill the
     gaps. If one does, GRACE_CONFIG is ignored, and a GraceWarning says so.
 
-    Keys: `compressor`, `memory`, `communicator` (a name, a table with `name`, or a ready component), `coding` (a name,
-    or a table of names by field), `rules` (a list of tables with conditions and the same keys; a rule without
-    `compressor` changes the method of the configuration), `schedule` (a list of
-    tables with `step` and the options or components that change there), `warmup_steps` (of DGC's falling
+    Keys: `compressor` ("auto" is short for "none" with `auto = true`), `memory`, `communicator` (a name, a table with
+    `name`, or a ready component), `coding` (a name, or a table of names by field), `rules` (a list of tables with
+    conditions and the same keys; a rule without `compressor` changes the method of the configuration), `schedule` (a
+    list of tables with `step` and the options or components that change there), `warmup_steps` (of DGC's falling
     compress_ratio), `default_rules`, `seed`, `granularity`, `bucket_bytes`, `split_bytes`, `index_coding`, `timeout`,
-    `checksum`, `check_replicas`, `rollback`, `outer` (outer steps: the name of a preset, or a table with `every`), and
-    the options of the chosen components, such as `compress_ratio`.
+    `checksum`, `check_replicas`, `rollback`, `auto`, `outer` (outer steps: the name of a preset, or a table with
+    `every`), and the options of the chosen components, such as `compress_ratio`.
     Raises ConfigError for unknown keys and for values of the wrong type, IncompatibleError for components that do not
     work together.
     """
@@ -383,6 +391,8 @@ def _check_option(key: str, value: Any) -> None:
 
 def _from_mapping(config: Mapping[str, Any]) -> Config:
     values = dict(config)
+    if values.get("compressor") == AUTO:
+        values.update(compressor="none", auto=True)
     top = {key: values.pop(key) for key in list(values) if key in _TOP_LEVEL}
     for key, value in top.items():
         _check_option(key, value)

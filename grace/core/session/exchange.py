@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from grace.core.config.config import Config, change_config
 from grace.core.config.recommended import Optimizer, warn_of_pairs
@@ -28,6 +29,10 @@ from grace.core.state.merge import in_rank_order
 from grace.core.state.run import Run
 from grace.core.state.states import plan_at
 
+if TYPE_CHECKING:
+    from grace.advice.advise import Advice
+    from grace.advice.watch import Watch
+
 
 class Exchange(ABC):
     """The plan, the statistics and the state of an exchange, and their changes in mid-run; the base of every adapter.
@@ -42,6 +47,8 @@ class Exchange(ABC):
     called: ClassVar[str]
     # A step takes second gradients, for memories that need them.
     takes_references: bool = False
+    # The adapter tells `advisor` of steps and gradients.
+    watches: bool = False
     #: The configuration, with all changes so far.
     config: Config
     #: The number of this rank; -1 outside of the ranks that take part.
@@ -71,6 +78,13 @@ class Exchange(ABC):
         self.optimizers: list[Optimizer] = []
         # The warnings of plans that were logged.
         self.warned: set[str] = set()
+        #: What watches the steps, for `advise` and for the compressor "auto".
+        self.advisor: Watch | None = None
+        if config.auto:
+            # Here, because advice is about exchanges.
+            from grace.advice.auto import Auto
+
+            self.advisor = Auto(self)
 
     # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
 
@@ -177,13 +191,17 @@ class Exchange(ABC):
         """Return bytes, times, relative errors and residual norms of the last step.
 
         `grace.core.state.run.Run.stats` describes the keys. With outer steps, the last step is the last meeting, and
-        the key `outer` has what `grace.core.session.outer.OuterRun.stats` describes.
+        the key `outer` has what `grace.core.session.outer.OuterRun.stats` describes. With the compressor "auto", the
+        key `auto` has the choice (`compressor`), `why`, `since` which step, `step_seconds` of the candidates that were
+        measured, and the `link`.
         """
         return self._stats(self.run)
 
     def _stats(self, run: Run) -> dict[str, Any]:
         outer = self.outer_of(run)
-        return run.stats() if outer is None else {**run.stats(), "outer": outer.stats()}
+        found = run.stats() if outer is None else {**run.stats(), "outer": outer.stats()}
+        told = {} if self.advisor is None else self.advisor.stats()
+        return {**found, "auto": told} if told else found
 
     def scalars(self) -> dict[str, float]:
         """Return the main numbers of `stats` by name, for TensorBoard, Weights & Biases and other loggers.
@@ -201,12 +219,17 @@ class Exchange(ABC):
         """Change options, for instance change(compress_ratio=0.1), or the method. Residuals are kept.
 
         All ranks must call it between the same two steps. Raises the errors of `make_config`, ConfigError if the
-        configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ.
+        configuration has a schedule, StepError during a step, and MismatchError on every rank if the ranks differ. It
+        ends the compressor "auto".
         """
+        self._change(changes, auto=False)
+
+    def _change(self, changes: Mapping[str, Any], *, auto: bool) -> None:
+        """Change the configuration; with `auto`, go on to choose the compressor by measurement."""
         plan, where = None, f"{self.called}.change"
         with Handshake(lambda mine: self._gather([mine], "change", f"{where}()"), where) as handshake:
             self._check_idle("change")
-            config = change_config(self.config, changes)
+            config = dataclasses.replace(change_config(self.config, changes), auto=auto)
             check_outer(config, where, average=True, size=self.size)
             check_references(config, where, self.takes_references)
             if self._speaks:
@@ -222,6 +245,37 @@ class Exchange(ABC):
             self.history.append(self.config)
             self.announce([(0, plan)], int(self.run.step))
         self.config = config
+        if not auto:
+            self.advisor = None
+
+    def advise(self, steps: int = 10) -> Advice | None:
+        """Return whether compression pays in this job and which method, equal on all ranks, after some steps.
+
+        Call it on all ranks after each step. The first call begins to watch, and the result is None until `steps` more
+        are complete. Then the ranks measure their link and the codecs of candidates on gradients of the job, which
+        takes seconds, and go on as before. Raises ConfigError for fewer than one step, and StepError during a step, on
+        a single rank, with outer steps, with the compressor "auto", and if the adapter cannot watch gradients.
+        """
+        # Here, because advice is about exchanges.
+        from grace.advice.advise import advise
+
+        self._check_idle("advise")
+        return advise(self, steps)
+
+    def step_begins(self) -> None:
+        """Tell the advisor that a step begins, before its first gradient; it may change the configuration."""
+        if self.advisor is not None:
+            self.advisor.begin()
+
+    def saw(self, name: str, gradient: Array) -> None:
+        """Tell the advisor that a gradient of this rank is there."""
+        if self.advisor is not None:
+            self.advisor.saw(name, gradient)
+
+    def step_ends(self) -> None:
+        """Tell the advisor that all gradients of a step are merged."""
+        if self.advisor is not None:
+            self.advisor.end()
 
     def common_weights(self) -> dict[str, Array]:
         """Return copies of the weights that all ranks have in common with outer steps: those of the last meeting.

@@ -19,6 +19,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.session.exchange import Exchange
 from grace.core.session.outer_setup import check_outer, check_references, fragments_of, refuse_states, with_added
+from grace.core.session.start import check_auto
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
 from grace.core.state.checks import check_mapping, show
 from grace.core.state.merge import in_rank_order
@@ -224,6 +225,7 @@ class Simulation(Exchange):
         check_outer(made, "Simulation", average=average, size=size)
         refuse_states(made, "Simulation")
         check_references(made, "Simulation", self.takes_references)
+        check_auto(made, "Simulation", False)
         specs = with_added(made, as_specs(tensors))
         modules = fragments_of(made, specs)
         stages = make_plans(specs, made, ranks=Ranks(size), modules=modules)

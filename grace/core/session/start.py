@@ -114,12 +114,14 @@ class Session(Handshake):
         modules: Modules | None = None,
         outer: bool = False,
         references: bool = False,
+        auto: bool = False,
     ) -> Run:
         """Return the run of this process, and describe its exchange to the other ranks.
 
         The arguments are those of `Run` and `Exchange`. `modules` has the module of each tensor, if the framework
         reduces a model module by module. `outer` says that outer steps are possible, and `references` that a step takes
-        second gradients. Raises ConfigError if they are not, and the configuration needs them.
+        second gradients, and `auto` that the run can choose its compressor. Raises ConfigError if they are not, and the
+        configuration needs them.
         """
         config, transport = self.config, self.transport
         if outer:
@@ -129,6 +131,7 @@ class Session(Handshake):
         else:
             refuse_outer(config, self._where)
         check_references(config, self._where, references)
+        check_auto(config, self._where, auto)
         plans = make_plans(specs, config, ranks=transport.ranks, prefix=self.prefix, delegate=delegate, modules=modules)
         self.local.update(describe(config, specs, [plan for _, plan in plans], ops))
         run = Run(
@@ -194,6 +197,15 @@ def describe(
         },
         "formats": formats(plans, ops),
     }
+
+
+def check_auto(config: Config, where: str, possible: bool) -> None:
+    """Raise ConfigError for the compressor "auto" in a front end that cannot change its method in mid-run."""
+    if config.auto and not possible:
+        raise ConfigError(
+            f"{where}: the compressor 'auto' measures steps and changes the method between them, which is not possible "
+            "here; name a compressor. docs/choose.md tells how to find it, and where 'auto' works."
+        )
 
 
 def refuse_arguments(options: Mapping[str, Any], where: str, more: Mapping[str, str] | None = None) -> None:

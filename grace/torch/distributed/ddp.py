@@ -206,6 +206,9 @@ class GradientHook:
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[p] for p in parameters]  # type: ignore[index]
         buffer, ours = bucket.buffer(), {name for name in names if self._run.exchanges(name)}
+        if self._exchange.advisor is not None and not buffer.is_sparse:
+            for name, view in zip(names, split(buffer, parameters), strict=True):
+                self._exchange.saw(name, view)
         if ours and buffer.is_sparse:
             raise StepError(
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
@@ -265,6 +268,7 @@ class GradientHook:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             call_after_backward(self._applied.finished)
+            call_after_backward(self._exchange.step_ends)
         if self._failure is not None and in_backward and not (waits and isinstance(self._failure, WaitError)):
             call_after_backward(self._raise_failure)
         else:

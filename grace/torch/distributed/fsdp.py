@@ -105,6 +105,8 @@ class _Replicas(TorchDistributed):
 class ShardedExchange(ModelExchange):
     """The exchange of a model that FSDP2 has sharded. `modules` holds the module of each tensor."""
 
+    watches = False
+
     def __init__(
         self,
         model: torch.nn.Module,

@@ -136,6 +136,8 @@ class ModuleExchange(ModelExchange):
             # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
             p.grad = p.grad.resolve_conj().resolve_neg()
         self._handed[p] = p.grad
+        if p.grad is not None and not p.grad.is_sparse:
+            self.saw(name, p.grad)
         missing = p.grad is None or p not in self._reached
         if missing:
             self._missing.add(name)
@@ -197,6 +199,7 @@ class ModuleExchange(ModelExchange):
         assert self.applied is not None
         self.applied.exchanged(p for p, name in self.trained.items() if name not in unused)
         self.applied.finished()
+        self.step_ends()
         self.rollback.release()
         if self.loss_scale is not None:
             self.loss_scale.finish()

@@ -33,6 +33,7 @@ from grace.torch.tensors import names_of, refuse_unfrozen, spec_of
 class Momenta(Exchange):
     """The exchange of momenta; `equal` returns what the ranks compare, the weights included."""
 
+    watches = False
     equal: Callable[[], dict[str, torch.Tensor]]
     #: The exchange of gradients as they are.
     gradients: Exchange

@@ -21,6 +21,8 @@ from mpi4py import MPI
 
 import grace
 from grace import mpi
+from grace.advice import advise, probe
+from grace.advice.candidates import Risk
 from grace.core.compressors.topk import TopK
 from grace.core.config.registry import About, communicators, compressors
 from grace.core.guards import agreement, waiting
@@ -28,7 +30,8 @@ from grace.core.memories.residual import Residual
 from grace.core.ops import get_ops
 from grace.core.plan.plan import make_plan
 from grace.core.spec import HALF_DTYPES, ITEMSIZE, Ranks
-from grace.core.transport.collectives import sum_halves
+from grace.core.transport.collectives import copies, sum_halves
+from grace.core.transport.transport import Handle
 from grace.testing.harness import array, run_program, same
 from grace.testing.transport_contract import run_transport_contract
 from tests.support import cases, half_precision, nodes, registered, steps
@@ -584,6 +587,59 @@ def timeline() -> dict[str, Any]:
         with mock.patch.dict(os.environ, GRACE_TIMELINE=path):
             results["refused"] = outcome(lambda: make_exchange({"w": (20, 10)}, config))
     return results
+
+
+def chosen_by_auto() -> dict[str, Any]:
+    """Train with "auto" over a link that falls from 10 Gbit/s to 100 Mbit/s, and let another method replace it."""
+    shapes = {"w": (128, 256), "v": (300, 200)}
+    config = {"compressor": "auto", "check_replicas": 0}
+    exchange, link, link_free = mpi.MPIExchange(shapes, config), [1.25e9], [0.0]
+    start = exchange.transport._start
+
+    class Late(Handle):
+        """A collective that takes its time on the link: it arrives when all before it have."""
+
+        def __init__(self, handle: Handle, nbytes: float) -> None:
+            self._handle = handle
+            self._due = link_free[0] = max(time.monotonic(), link_free[0]) + 2e-5 + nbytes / link[0]
+
+        def wait(self) -> Any:
+            time.sleep(max(0.0, self._due - time.monotonic()))
+            return self._handle.wait()
+
+    def late(collective: Any, name: str) -> Handle:
+        nbytes = sum(x.nbytes for x in collective.sent_by(RANK)) * float(copies(collective.kind, SIZE))
+        return Late(start(collective, name), nbytes)
+
+    # A method with error feedback, so that something could be lost; the study does not call it safe.
+    safe = mock.patch.object(advise, "risk_of", lambda label, *_: Risk(3 * (label not in ("none", "topk")), "a test"))
+    quick = mock.patch.object(probe, "SECONDS", 0.02)
+    methods, lost = [], dict.fromkeys(shapes, 0.0)
+    rng = np.random.default_rng(RANK)
+    with mock.patch.object(exchange.transport, "_start", late), safe, quick:
+        for step in range(85):
+            if step == 30:
+                link[0] = 12.5e6
+            if step == 80:
+                advised = {"change ends it": exchange.stats()["auto"]["compressor"]}
+                exchange.change(compressor="none")
+            mine = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+            # The backward pass.
+            time.sleep(0.02)
+            merged = exchange(mine)
+            methods.append(compressors.name_of(exchange.config.method.compressor))
+            for name in shapes:
+                lost[name] = lost[name] + SIZE * merged[name].astype(np.float64) - WORLD.allreduce(mine[name] * 1.0)
+        for _ in range(5):
+            advice = exchange.advise(steps=3)
+            exchange(mine)
+    exchange.close()
+    return {
+        "methods": methods,
+        "lost": max(float(np.abs(x).max()) for x in lost.values()),
+        "auto": exchange.config.auto,
+        "advice": {"sentence": advice and advice.sentence, **advised},
+    }
 
 
 def promises() -> dict[str, str]:

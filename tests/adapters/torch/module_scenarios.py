@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import grace.torch
+from grace.advice import probe
 from tests.adapters.torch.ddp_scenarios import METHODS, TOPK
 from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import Net, batches, digest, make_net, outcome, sgd
@@ -42,6 +44,41 @@ def trained_plainly() -> dict[str, Any]:
             model = make_net(my_rank())
             used = DistributedDataParallel(model, find_unused_parameters=True) if parallel else model
             results[way].append(_trained(used, model, METHODS[method], way))
+    return results
+
+
+def advised() -> dict[str, Any]:
+    """Ask for advice, and let "auto" choose, in DDP, with a plain model and with a wrapped optimizer."""
+    results: dict[str, Any] = {}
+    for way in ("ddp", "plain", "wrapped"):
+        for method in ("none", "qsgd", "auto"):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+            torch.manual_seed(my_rank())
+            used = DistributedDataParallel(model) if way == "ddp" else model
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            if way == "wrapped":
+                optimizer = grace.torch.DistributedOptimizer(
+                    optimizer, named_parameters=model.named_parameters(), config={"compressor": method}
+                )
+            exchange = optimizer.grace if way == "wrapped" else grace.torch.register(used, {"compressor": method})
+            advice = []
+            with mock.patch.object(probe, "SECONDS", 0.005):
+                for _ in range(24 if method == "auto" else 6):
+                    optimizer.zero_grad()
+                    used(torch.randn(8, 64)).square().mean().backward()
+                    optimizer.step()
+                    if method != "auto":
+                        advice.append(exchange.advise(steps=3))
+            told = next((a for a in advice if a), None)
+            results[f"{way}, {method}"] = {
+                "advice": told and told.to_dict(),
+                "when": [a is not None for a in advice],
+                "auto": exchange.stats().get("auto"),
+                "config": exchange.config.to_dict(),
+                "digest": digest(model.parameters()),
+            }
+        results[f"{way}, twice"] = outcome(lambda exchange=exchange: exchange.advise())
     return results
 
 

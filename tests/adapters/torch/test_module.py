@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grace.advice.candidates import changes
 from tests.adapters.torch.test_optimizer import assert_second_gradients
 from tests.support.launch import TORCH, Launch
 from tests.support.ranks import on, same, scenario
@@ -75,3 +76,25 @@ def test_a_step_is_dropped_after_an_interruption(launch):
     for rank in ranks:
         assert rank["first"] == "ArithmeticError: interrupted"
         assert "got a second gradient before its exchange was complete" in rank["second"]
+
+
+@on(TWO)
+def test_advice_and_auto_are_equal_on_all_ranks(launch):
+    ranks = scenario("advised", launch)
+    assert same(ranks)
+    for way in ("ddp", "plain", "wrapped"):
+        for method in ("none", "qsgd"):
+            found = ranks[0][f"{way}, {method}"]
+            assert found["when"] == [False, False, False, False, True, False]
+            advice = found["advice"]
+            rows = {row["label"]: row for row in advice["rows"]}
+            assert rows[method]["measured"]
+            assert set(rows) == {*changes(), "8 local steps"}
+            assert advice["left_out"] == {}
+            assert "AdamW" in rows["topk"]["reason"]
+            assert found["auto"] is None
+        found = ranks[0][f"{way}, auto"]
+        assert found["auto"]["step_seconds"]["none"] > 0
+        assert found["config"]["compressor"]["name"] == found["auto"]["compressor"]
+        assert found["config"]["auto"]
+        assert ranks[0][f"{way}, twice"].startswith("StepError: ")

@@ -1,0 +1,250 @@
+"""`Advice`: whether compression pays in a running job, and which method, from what its ranks have measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from grace.advice import probe
+from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
+from grace.advice.forecast import buckets_of
+from grace.advice.model import Link, Machine, Step, break_even, predict
+from grace.advice.watch import Watch
+from grace.core.config.recommended import Optimizer
+from grace.core.errors import ConfigError, StepError
+from grace.core.observe.announcement import in_units
+
+if TYPE_CHECKING:
+    from grace.core.session.exchange import Exchange
+
+# Sizes of the allreduces that measure the link, in bytes.
+SIZES = (16 * 1024, 256 * 1024, 1024 * 1024)
+# Of candidates whose times differ by less than this share, the gentlest is the best: the figures are no better.
+CLOSE = 0.03
+_UNKNOWN = (
+    "how the ranks share a link, nodes and switches: the link was measured with all of them at once",
+    "what a method does to the accuracy of your model: compare a short run with `none`",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate: seconds of a step, bytes that a rank sends in it, risk, and what a configuration changes for it.
+
+    `error` is |x - C(x)|^2 / |x|^2 on gradients of the job; None if it is not known. `break_even` are the bytes per
+    second of a link from which on `none` is as fast, if there is one. `measured` says that `seconds`
+    were measured rather than predicted.
+    """
+
+    label: str
+    seconds: float
+    nbytes: float
+    grade: int
+    reason: str
+    error: float | None
+    changes: Mapping[str, Any]
+    break_even: float | None = None
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer to whether compression pays in a job, equal on all ranks.
+
+    `rows` are the candidates, `best` the label of the fastest one of no or low risk, and `link` has the bytes per
+    second that a rank sends and the seconds per message. `compute` are the seconds of a step without an exchange, and
+    `band` has the 10th and 90th percentile of the step as it was. `left_out` says why other candidates are no rows.
+    """
+
+    rows: tuple[Row, ...]
+    best: str
+    compute: float
+    band: tuple[float, float]
+    ranks: int
+    link: Link
+    left_out: Mapping[str, str]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys of a configuration that choose the best candidate, ready for `grace.toml`."""
+        return dict(self.row(self.best).changes)
+
+    @property
+    def toml(self) -> str:
+        """The text of a file `grace.toml` with the best candidate."""
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in self.config.items())
+
+    @property
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        best, dense = self.row(self.best), self.row(NONE)
+        share = f"the exchange takes {100 * max(0.0, 1 - self.compute / dense.seconds):.0f} % of a step"
+        if self.best == NONE:
+            return f"Compression does not pay on this network: {share} of {dense.seconds * 1e3:.4g} ms."
+        return (
+            f"Compression pays {dense.seconds / best.seconds:.2g}x on this network with {best.label}: {share}, "
+            f"{best.seconds * 1e3:.4g} ms instead of {dense.seconds * 1e3:.4g} ms."
+        )
+
+    @property
+    def table(self) -> str:
+        """The candidates by time, with their risks."""
+        lines = [f"{'method':<14} {'step':>10} {'bytes':>10} {'efficiency':>10} {'pays below':>12} {'error':>9}  risk"]
+        for row in sorted(self.rows, key=lambda row: row.seconds):
+            error = "" if row.error is None else f"{row.error:.2e}"
+            even = "" if row.break_even is None else f"{8 * row.break_even / 1e9:.3g} Gbit/s"
+            step = f"{row.seconds * 1e3:.4g} ms{'' if row.measured else ' *'}"
+            efficiency = f"{100 * min(1.0, self.compute / row.seconds):.0f} %"
+            lines.append(
+                f"{row.label:<14} {step:>10} {in_units(round(row.nbytes)):>10} {efficiency:>10} {even:>12} {error:>9}  "
+                f"{RISKS[row.grade]}: {row.reason}"
+            )
+        return "\n".join(lines)
+
+    def row(self, label: str) -> Row:
+        """Return a candidate by its label."""
+        return next(row for row in self.rows if row.label == label)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as an object for JSON."""
+        return {
+            "sentence": self.sentence,
+            "best": self.best,
+            "config": self.config,
+            "rows": [asdict(row) for row in self.rows],
+            "compute_s": self.compute,
+            "band_s": list(self.band),
+            "ranks": self.ranks,
+            "link": {"bytes_per_s": self.link.bandwidth, "latency_s": self.link.latency},
+            "left_out": dict(self.left_out),
+            "unknown": list(_UNKNOWN),
+        }
+
+    def __str__(self) -> str:
+        link = f"{8 * self.link.bandwidth / 1e9:.3g} Gbit/s and {self.link.latency * 1e6:.0f} us per message"
+        low, high = (f"{1e3 * seconds:.4g}" for seconds in self.band)
+        left_out = [f"Left out: {label}, because {reason}" for label, reason in self.left_out.items()]
+        unknown = [f"Not known: {text}." for text in _UNKNOWN]
+        measured = f"Measured on {self.ranks} ranks: steps of {low} to {high} ms, a link of {link}. * is predicted."
+        return "\n".join([self.sentence, "", self.table, "", measured, *left_out, *unknown])
+
+
+class Figures:
+    """The measurements of all ranks, merged: the means of their times. They make the rows of advice."""
+
+    def __init__(self, exchange: Exchange, everyone: Sequence[Mapping[str, Any]], link: Link) -> None:
+        self._exchange, self.link, self.ranks = exchange, link, exchange.size
+        self.period = _mean(rank["period"] for rank in everyone)
+        self.band = tuple(_mean(rank["band"][i] for rank in everyone) for i in (0, 1))
+        self.exposed = _mean(rank["exposed"] for rank in everyone)
+        #: Seconds of a step without its exchange.
+        self.compute = max(self.period - self.exposed, 0.0)
+        self.ready = {name: _mean(rank["ready"].get(name, 0.0) for rank in everyone) for name in everyone[0]["ready"]}
+        self.left_out = {
+            label: reasons[0]
+            for label in everyone[0]["codecs"]
+            if (reasons := [rank["codecs"][label]["reason"] for rank in everyone if "reason" in rank["codecs"][label]])
+        }
+        self.codecs = {
+            label: {key: _mean(rank["codecs"][label][key] for rank in everyone) for key in codec}
+            for label, codec in everyone[0]["codecs"].items()
+            if label not in self.left_out
+        }
+        # Of the rank that knows most: some may have seen no step of an optimizer.
+        self.optimizers = [Optimizer(*o) for o in max((rank["optimizers"] for rank in everyone), key=len)]
+        made = candidates(exchange.config)
+        self._plans = {label: exchange._plan_of(made[label]) for label in [NONE, *self.codecs]}
+        #: The candidate that the job had while it was measured; None if it had another method.
+        self.now = next((label for label in self._plans if made[label].method == exchange.config.method), None)
+        if self.now not in (None, NONE):
+            # What the codec takes during the backward pass is part of the measured time.
+            before = sum(bucket.before for bucket in self.step(self.now).buckets)
+            self.compute = max(self.compute - before, 0.0)
+
+    def step(self, label: str) -> Step:
+        """Return the step with a candidate; what is computed outside of the backward pass counts as its update."""
+        buckets = buckets_of(self._plans[label], self.ready, self.codecs.get(label, {}), self.ranks)
+        backward = max(self.ready.values(), default=0.0)
+        return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets))
+
+    def machine(self, link: Link) -> Machine:
+        """Return the ranks with a link between any two of them: it was measured with all of them at once."""
+        return Machine(self.ranks, link)
+
+    def seconds(self, label: str, link: Link) -> float:
+        """Return the predicted seconds of a step with a candidate over a link."""
+        return predict(self.step(label), self.machine(link)).seconds
+
+    def advice(self, link: Link | None = None, measured: Mapping[str, float] | None = None) -> Advice:
+        """Return the advice for the measured link, or for another; `measured` has known seconds of candidates."""
+        known = dict(measured or ({self.now: self.period} if self.now and link is None else {}))
+        link = link or self.link
+        rows = []
+        for label, change in changes().items():
+            if label not in self._plans:
+                continue
+            error = 0.0 if label == NONE else self.codecs[label]["error"]
+            risk = risk_of(label, error, self.optimizers)
+            seconds, nbytes = known.get(label, self.seconds(label, link)), self._plans[label].wire_bytes
+            even = None if label == NONE else break_even(self.step(label), self.step(NONE), self.machine(link))
+            rows.append(Row(label, seconds, nbytes, *risk, error, change, even, label in known))
+        dense, alone = self._plans[NONE].wire_bytes, self.compute
+        local = {"compressor": "none", "outer": {"every": LOCAL_STEPS}}
+        # All weights meet after the step, where nothing hides their exchange.
+        each = alone + self.machine(link).seconds("allreduce", dense) / LOCAL_STEPS
+        reason = "each rank steps on its own in between, see docs/outer_steps.md"
+        rows.append(Row(f"{LOCAL_STEPS} local steps", each, dense / LOCAL_STEPS, 2, reason, None, local))
+        return Advice(
+            tuple(rows), best_of(rows), self.compute, (self.band[0], self.band[1]), self.ranks, link, self.left_out
+        )
+
+
+def best_of(rows: Iterable[Row]) -> str:
+    """Return the label of the gentlest row within 3 % of the fastest one, among those of no or low risk."""
+    safe = [row for row in rows if row.grade <= RISKS.index("low")]
+    fastest = min(row.seconds for row in safe)
+    return next(row.label for row in safe if row.seconds <= fastest * (1 + CLOSE))
+
+
+def measure_link(exchange: Exchange, sizes: Sequence[int] = SIZES) -> Link:
+    """Measure the link between the ranks of an exchange; all of them must call it."""
+    ops = exchange._ops(exchange._specs[0].device)
+    points = probe.measure(
+        probe.over(exchange.run.transport), lambda n: ops.zeros(n, "float32"), exchange.size, sizes=sizes
+    )
+    return Link(*probe.fit(points, exchange.size))
+
+
+def advise(exchange: Exchange, steps: int) -> Advice | None:
+    """Begin to watch an exchange, or return the advice if so many steps were seen; see `Exchange.advise`."""
+    where = f"{exchange.called}.advise"
+    if steps < 1:
+        raise ConfigError(f"{where}: expected at least 1 step, received {steps}.")
+    if not exchange.watches or exchange.outers or exchange.config.auto or exchange.size < 2:
+        raise StepError(
+            f"{where}: expected an exchange of gradients by DDP, a plain model, a wrapped PyTorch optimizer or mpi4py, "
+            "on at least 2 ranks and with a named compressor; received outer steps, the compressor 'auto', a single "
+            "rank, or FSDP2, TensorFlow or a simulation. Measure these by `grace bench step`."
+        )
+    watch = exchange.advisor
+    if watch is None:
+        watch = exchange.advisor = Watch(exchange, steps)
+    if not watch.complete:
+        return None
+    exchange.advisor = None
+    return measure(watch).advice()
+
+
+def measure(watch: Watch) -> Figures:
+    """Return what all ranks have measured; all of them must call it between the same two steps."""
+    exchange = watch.exchange
+    link = measure_link(exchange)
+    mine = watch.figures({k: c for k, c in candidates(exchange.config).items() if k != NONE})
+    return Figures(exchange, exchange._gather([mine], "advice", "the measurements for advice"), link)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)

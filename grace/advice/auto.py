@@ -1,0 +1,158 @@
+"""`Auto`: chooses the compressor of a run by measurement, and again when the link changes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from grace.advice import probe
+from grace.advice.advise import Figures, best_of, measure, measure_link
+from grace.advice.candidates import NONE, changes
+from grace.advice.model import Link, Machine
+from grace.advice.watch import Watch
+from grace.core.observe.announcement import say
+
+if TYPE_CHECKING:
+    from grace.core.session.exchange import Exchange
+
+# The first steps, in which buffers and connections are made, and those right after a change, are not counted.
+_FIRST, _AFTER = 5, 2
+# A decision follows from so many steps. The ranks compare their steps after as many.
+_STEPS = 10
+# A step that takes longer or shorter by such a factor is looked into. A link has changed if its times have by the
+# second. Without a reason, a small allreduce looks at the link after so many comparisons, for such a share of the time.
+_STEP_CHANGED, _LINK_CHANGED, _LOOKS, _SHARE = 1.25, 2.0, 10, 0.001
+
+
+class Auto(Watch):
+    """The choice of `compressor = "auto"`: equal on all ranks, made in the same step, because all count alike.
+
+    It begins without compression and measures some steps, the link, and the codecs of candidates. It takes the gentlest
+    configuration near the fastest one of no or low risk, measures it as well, and goes back if `none` was faster. Then
+    it compares the steps with the measured ones. If they differ, or now and then, it looks at the link, and decides
+    again if that has changed by half.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange, _STEPS)
+        self._skipped = _FIRST
+        self._figures: Figures | None = None
+        self._label: str | None = None
+        # Seconds of steps with candidates over the link of now, as far as they were measured.
+        self._known: dict[str, float] = {}
+        # The choice is measured next.
+        self._on_trial = False
+        self._reference, self._looks = 0.0, 0
+        self._why, self._since = "the first steps are measured", 0
+
+    def stats(self) -> dict[str, Any]:
+        """Return the choice, why, since which step, the seconds of steps by candidate, and the link."""
+        link = self._figures and self._figures.link
+        return {
+            "compressor": self._label or NONE,
+            "why": self._why,
+            "since": self._since,
+            "step_seconds": dict(self._known),
+            "link": link and {"bytes_per_s": link.bandwidth, "latency_s": link.latency},
+        }
+
+    def begin(self) -> None:
+        """Note that a step begins, and decide if it is time. All ranks decide in the same step."""
+        super().begin()
+        if self._skipped:
+            self._skipped -= 1
+            self.periods.clear()
+        elif self.complete and self.exchange.size > 1:
+            self._act()
+            self.clear()
+            self._begun = time.perf_counter()
+
+    def _act(self) -> None:
+        if self._figures is None:
+            self._figures = measure(self)
+            self._label = self._figures.now
+            if self._label is not None:
+                self._known[self._label] = self._figures.period
+            self._decide()
+        elif self._on_trial:
+            self._judge()
+        else:
+            self._compare()
+
+    def _decide(self) -> None:
+        """Take what seems best over the link of now."""
+        assert self._figures is not None
+        advice = self._figures.advice(self._figures.link, self._known)
+        self._take(advice.best, advice.sentence)
+        self._on_trial = advice.best not in self._known
+        self._reference = self._known.get(advice.best, 0.0)
+
+    def _judge(self) -> None:
+        """Keep the choice that was measured, or return to `none` if that is faster."""
+        assert self._figures is not None
+        assert self._label is not None
+        self._known[self._label] = self._everyones_period()
+        rows = self._figures.advice(self._figures.link, self._known).rows
+        best = best_of(row for row in rows if row.label in (*self._known, NONE))
+        if best != self._label:
+            slower, seconds = self._label, self._known[self._label]
+            self._take(best, f"steps with {slower} took {seconds * 1e3:.4g} ms")
+        self._on_trial = best not in self._known
+        self._reference = self._known.get(best, 0.0)
+
+    def _compare(self) -> None:
+        """Look at the link if the steps have changed, or after some time."""
+        assert self._figures is not None
+        figures, period = self._figures, self._everyones_period()
+        self._reference = self._reference or period
+        self._looks += 1
+        changed = not 1 / _STEP_CHANGED < period / self._reference < _STEP_CHANGED
+        if not changed and self._looks < _LOOKS:
+            return
+        self._looks = 0
+        link = measure_link(self.exchange) if self._link_seems_other(period) else figures.link
+        factor = self._seconds(link) / self._seconds(figures.link)
+        if 1 / _LINK_CHANGED < factor < _LINK_CHANGED:
+            # Batches or the machine have changed.
+            figures.compute = max(figures.compute + period - self._reference, 0.0)
+            self._reference = period
+            return
+        figures.link, self._known = link, {}
+        self._decide()
+
+    def _seconds(self, link: Link) -> float:
+        """Return the seconds of an allreduce of all gradients over a link."""
+        return Machine(self.exchange.size, link).seconds("allreduce", self.exchange.plan.dense_bytes)
+
+    def _link_seems_other(self, period: float) -> bool:
+        """Time allreduces that take a small share of the time, and return whether they took another time than known."""
+        assert self._figures is not None
+        link, exchange = self._figures.link, self.exchange
+        nbytes = min(max(_SHARE * _STEPS * _LOOKS * period * link.bandwidth, 16 * 1024), 4 * 1024 * 1024)
+        ops, allreduce = exchange._ops(exchange._specs[0].device), probe.over(exchange.run.transport)
+        seconds = []
+        for _ in range(3):
+            x = ops.zeros(int(nbytes / 4), "float32")
+            begin = time.perf_counter()
+            float(allreduce(x)[0])
+            seconds.append(time.perf_counter() - begin)
+        factor = self._mean(min(seconds)) / Machine(exchange.size, link).seconds("allreduce", nbytes)
+        return not 1 / _STEP_CHANGED < factor < _STEP_CHANGED
+
+    def _everyones_period(self) -> float:
+        return self._mean(statistics.median(self.periods))
+
+    def _mean(self, mine: float) -> float:
+        return statistics.fmean(self.exchange._gather([mine], "auto", "the times of steps"))
+
+    def _take(self, label: str, why: str) -> None:
+        """Change to a candidate on all ranks, and tell the user on rank 0."""
+        exchange = self.exchange
+        self._why = why
+        self._skipped = _AFTER
+        if label != self._label:
+            exchange._change(changes()[label], auto=True)
+            self._label, self._since = label, int(exchange.run.step)
+        if exchange._speaks:
+            say(f"grace: auto takes {label} from step {int(exchange.run.step)}. {why}")

@@ -1,0 +1,62 @@
+"""The configurations that advice compares, and the risk of each to the training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from grace.core.config.config import Config, change_config
+from grace.core.config.recommended import SGD as FOR_SGD
+from grace.core.config.recommended import STARTS, Optimizer, optimizers_for, starts
+from grace.core.config.registry import compressors
+
+#: The label of no compression.
+NONE = "none"
+#: The grades of risk, from nothing to much.
+RISKS = ("none", "low", "medium", "high")
+# Methods that only round to 16 bits.
+_ROUNDED = ("fp16", "bf16")
+# Beyond this error |x - C(x)|^2 / |x|^2 the study's evidence, of smaller ones, says little.
+_LARGE = 0.1
+# The period of "more local steps".
+LOCAL_STEPS = 8
+
+
+class Risk(NamedTuple):
+    """The risk of a configuration: its place in `RISKS`, and the reason."""
+
+    grade: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{RISKS[self.grade]}: {self.reason}"
+
+
+def changes() -> dict[str, dict[str, Any]]:
+    """Return what each candidate changes in a configuration, by label, from the gentlest to the strongest."""
+    found = dict.fromkeys([NONE, _ROUNDED[0], *(start.config["compressor"] for start in STARTS), "powersgd"])
+    return {name: {**compressors.needed(name), "compressor": name} for name in found}
+
+
+def candidates(config: Config) -> dict[str, Config]:
+    """Return the configurations to compare, by label, as changes of the user's; without what it cannot become."""
+    return {label: change_config(config, change) for label, change in changes().items()}
+
+
+def risk_of(label: str, error: float | None, optimizers: Sequence[Optimizer]) -> Risk:
+    """Return the risk of a candidate for these optimizers; `error` is |x - C(x)|^2 / |x|^2 on gradients seen."""
+    if label == NONE:
+        return Risk(0, "trains exactly as before")
+    if label in _ROUNDED:
+        return Risk(0, "rounds to 16 bits")
+    adaptive = [optimizer.name for optimizer in optimizers if optimizer.adaptive]
+    if adaptive and optimizers_for(label) == FOR_SGD:
+        return Risk(3, f"known to train badly with {adaptive[0]}, see docs/adam.md")
+    known = starts(label)
+    if not known:
+        return Risk(2, "not among the recommendations; compare the accuracy")
+    if any("check" in start.trains for start in known):
+        return Risk(2, known[0].trains)
+    if error is not None and error > _LARGE:
+        return Risk(2, f"loses {100 * error:.3g} % of your gradients' energy, more than in the study")
+    return Risk(1, known[0].trains)

@@ -1,0 +1,147 @@
+"""`Watch`: what an exchange shows of the steps of a job, and what candidates cost on its gradients."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from grace.core.errors import ConfigError, IncompatibleError
+from grace.core.plan.plan import make_plan
+from grace.core.spec import Array, TensorSpec
+
+if TYPE_CHECKING:
+    from grace.core.config.config import Config
+    from grace.core.session.exchange import Exchange
+
+# A codec is timed on so many of the largest tensors, each cut to so many elements, and on the first ones of each. The
+# default rules compress no smaller tensor.
+_TENSORS, _ELEMENTS, _SMALL, _REPETITIONS = 3, 1_000_000, 1_024, 3
+
+
+class Watch:
+    """Times of the last `steps` steps of an exchange on this rank, and gradients of some tensors.
+
+    An adapter says `begin` before the first gradient of a step, `saw` for each gradient of this rank, and `end` when
+    all are merged. Times are those of the host.
+    """
+
+    def __init__(self, exchange: Exchange, steps: int) -> None:
+        self.exchange, self.steps = exchange, steps
+        #: Seconds from the begin of a step to that of the next.
+        self.periods: deque[float] = deque(maxlen=steps)
+        #: Seconds from the last gradient of a step until all were merged.
+        self.exposed: deque[float] = deque(maxlen=steps)
+        self._ready: deque[dict[str, float]] = deque(maxlen=steps)
+        self._begun: float | None = None
+        self._now: dict[str, float] = {}
+        fit = [s for s in exchange._specs if s.numel >= _SMALL and not s.sparse and not s.complex]
+        large = sorted(fit, key=lambda spec: -spec.numel)[:_TENSORS]
+        self._sampled = {spec.name: spec for spec in large}
+        self._samples: dict[str, Array] = {}
+
+    @property
+    def complete(self) -> bool:
+        """True as soon as all steps were seen."""
+        return len(self.periods) == self.steps
+
+    def clear(self) -> None:
+        """Forget all steps: what follows is another configuration, or the last one took longer for a reason."""
+        self.periods.clear()
+        self.exposed.clear()
+        self._ready.clear()
+        self._begun = None
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the statistics of the exchange show of it: nothing."""
+        return {}
+
+    def begin(self) -> None:
+        """Note that a step begins: its first gradient is there."""
+        now = time.perf_counter()
+        if self._begun is not None:
+            self.periods.append(now - self._begun)
+        self._begun, self._now = now, {}
+
+    def saw(self, name: str, gradient: Array) -> None:
+        """Note that a gradient of this rank is there."""
+        if self._begun is None:
+            return
+        self._now[name] = time.perf_counter() - self._begun
+        spec = self._sampled.get(name)
+        if spec is not None and name not in self._samples and len(self.periods) == self.steps - 1:
+            flat = self.exchange._ops(spec.device).reshape(gradient, (spec.numel,))
+            self._samples[name] = self.exchange._ops(spec.device).copy(flat[: _cut(spec).numel])
+
+    def end(self) -> None:
+        """Note that all gradients of the step are merged."""
+        if self._begun is not None and self._now:
+            self.exposed.append(time.perf_counter() - self._begun - max(self._now.values()))
+            self._ready.append(self._now)
+
+    def figures(self, candidates: Mapping[str, Config]) -> dict[str, Any]:
+        """Return what this rank has seen, in seconds, and the cost of the candidates, by label; JSON-able."""
+        names = self._ready[-1] if self._ready else {}
+        periods = sorted(self.periods)
+        return {
+            "period": statistics.median(periods),
+            "band": [periods[len(periods) // 10], periods[-1 - len(periods) // 10]],
+            "exposed": statistics.median(self.exposed) if self.exposed else 0.0,
+            "ready": {name: statistics.median(ready.get(name, 0.0) for ready in self._ready) for name in names},
+            "codecs": {label: self._codec(config) for label, config in candidates.items()},
+            "optimizers": [list(optimizer) for optimizer in self.exchange.optimizers],
+        }
+
+    def _codec(self, config: Config) -> dict[str, Any]:
+        """Return seconds per unit and per element of a step with the codec, and |x - C(x)|^2 / |x|^2 of the samples."""
+        # Here, because the tables of methods load with it.
+        from grace.bench.codec import LocalStep
+
+        seconds, elements, fixed, error, size = 0.0, 0, 0.0, 0.0, 0.0
+        try:
+            made = type(config)(config.method, default_rules=False, granularity="layer", split_bytes=0)
+            for name, x in self._samples.items():
+                spec = _cut(self._sampled[name])
+                ops = self.exchange._ops(spec.device)
+                (unit,) = make_plan([spec], made).units
+                small = TensorSpec(name, (_SMALL // 32, 32), spec.dtype, spec.device)
+                (small_unit,) = make_plan([small], made).units
+                seconds += _timed(LocalStep(unit, ops, 2), x, ops)
+                fixed += _timed(LocalStep(small_unit, ops, 2), x[:_SMALL], ops)
+                elements += spec.numel
+                # By one rank alone, because the errors of several are smaller together.
+                step = LocalStep(unit, ops, 1)
+                merged = step.run(x, 0, step.receive([x], 0)).gradient
+                error += float(ops.norm(x - ops.reshape(merged, (spec.numel,)))) ** 2
+                size += float(ops.norm(x)) ** 2
+        except (ConfigError, IncompatibleError) as reason:
+            return {"reason": str(reason)}
+        if not elements:
+            return {"reason": "no gradient was seen that could be compressed"}
+        count = len(self._samples)
+        each = max(0.0, seconds - fixed) / elements
+        return {"fixed": fixed / count, "element": each, "error": error / size if size else 0.0}
+
+
+def _cut(spec: TensorSpec) -> TensorSpec:
+    """Return a tensor with at most so many elements, of the same number of columns if it has several dimensions."""
+    if spec.numel <= _ELEMENTS:
+        return spec
+    columns = min(_ELEMENTS, spec.numel // spec.shape[0])
+    return TensorSpec(spec.name, (_ELEMENTS // columns, columns), spec.dtype, spec.device)
+
+
+def _timed(step: Any, x: Array, ops: Any) -> float:
+    """Return the seconds of the step of one of two ranks."""
+    found = []
+    for number in range(1 + _REPETITIONS):
+        arrived = step.receive([x, x], number)
+        begin = time.perf_counter()
+        done = step.run(ops.copy(x), number, arrived)
+        # Reading one number waits for the device.
+        float(ops.norm(done.gradient[:1]))
+        found.append(time.perf_counter() - begin)
+    # The first one loads libraries.
+    return min(found[1:])
