@@ -158,11 +158,12 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
         for name in ("none", "elastic") if ALL else ("none",):
             assert max(rank[name]["off"]) < 1e-5, rank[name]["off"]
             assert rank[name]["resumed"], name
-        assert rank["topk"]["resumed"]
         assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
-    # Two steps of warm-up, and meetings after steps 5 and 8.
-    apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
-    assert apart == [1, 1, 2, 2, 1, 2, 2, 1]
+    if ALL:
+        assert ranks[0]["topk"]["resumed"]
+        # Two steps of warm-up, and meetings after steps 5 and 8.
+        apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
+        assert apart == [1, 1, 2, 2, 1, 2, 2, 1]
     assert len({rank["none"]["apart"][7] for rank in ranks}) == 2, "each rank keeps a share of its own weights"
 
 
@@ -210,7 +211,7 @@ def test_what_no_graph_can_do_is_refused(launch):
 @on(TWO_TENSORFLOW)
 def test_states_and_buffers_of_keras_meet_as_well(launch):
     for number, rank in enumerate(scenario("tf_outer_beside", launch)):
-        for name in ("average", "periods", "growing", "fragments") if ALL else ("periods", "fragments"):
+        for name in ("average", "periods", "growing", "fragments") if ALL else ("periods",):
             assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])
             assert rank[name]["resumed"], name
         without, given = rank["loop"]["told"]

@@ -36,4 +36,4 @@ def sizes_of(name: str) -> tuple[int, ...]:
     """Return the numbers of ranks of a case; two, if Horovod adds what is not compressed."""
     _, outer = CASES[name]
     added = "dense_every" in outer or ("state" in outer and outer.get("preset") != "noloco")
-    return (2,) if added else (2, 3)
+    return (2,) if added else (2, 4)

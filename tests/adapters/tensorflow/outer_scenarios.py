@@ -54,14 +54,16 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 def tf_outer_bits(name: str) -> dict[str, Any]:
     """Compare the weights after each step with those of a simulation, on all ranks and on the first two."""
-    sets = {3: hvd.global_process_set, 2: PROCESS_SETS[0]}
-    return {str(size): _bits(name, sets[size]) for size in sizes_of(name) if sets[size].included()}
+    sets = {4: hvd.global_process_set, 2: PROCESS_SETS[0]}
+    # Each number of ranks is traced.
+    sizes = sizes_of(name) if ALL else sizes_of(name)[-1:]
+    return {str(size): _bits(name, sets[size]) for size in sizes if sets[size].included()}
 
 
 def _bits(name: str, mine: Any) -> dict[str, Any]:
     (config, outer), rank, size = CASES[name], mine.rank(), len(mine.ranks)
     if outer.get("weight"):
-        outer = {**outer, "weight": [1.0, 3.0, 2.0][:size]}
+        outer = {**outer, "weight": [1.0, 3.0, 2.0, 4.0][:size]}
     start = {key: np.full(shape, 0.5, np.float32) + drawn(9, 9)[key] for key, shape in SHAPES.items()}
 
     def made() -> Kept:

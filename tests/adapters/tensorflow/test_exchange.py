@@ -72,7 +72,7 @@ GIVEN = [
 ]
 
 each_training = on(*cases.launches(TENSORFLOW, TRAINED))
-each_exchange = on(*cases.launches(TENSORFLOW, GIVEN), usual=(GLOO_2, MPI_2))
+each_exchange = on(*cases.launches(TENSORFLOW, GIVEN), usual={GLOO_2})
 
 
 @pytest.mark.slow

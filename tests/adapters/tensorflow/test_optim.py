@@ -21,8 +21,9 @@ def test_one_bit_optimizers_of_keras_are_those_of_the_papers(launch, scaled):
         assert rank["frozen"]
         for name in ("adam", *(["lamb"] if scaled else [])):
             assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])
-            assert set(rank[name]["resumed"]) == {True}, name
+            assert all(again is True for again in rank[name]["resumed"]), name
             assert rank[name]["after"] == ranks[0][name]["after"]
+        assert rank["adam"]["resumed"]
         # Only the steps after the warm-up exchange momenta.
         assert rank["adam"]["stats"]["step"] == 3
         assert rank["adam"]["stats"]["wire_bytes"] < rank["adam"]["stats"]["dense_bytes"] / 8 or launch.ranks == 1
