@@ -18,6 +18,7 @@ import grace.torch
 from grace.core.compressors.powersgd import PowerSGD
 from grace.core.compressors.topk import TopK
 from grace.core.memories.residual import Residual
+from grace.core.step.unit_step import UnitStep
 from tests.adapters.torch.launched import GROUPS, Group, barrier, by_torchrun, everyone, my_rank, transport_of
 from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, train, wrap
 
@@ -100,7 +101,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], Attempt]] = {
     "compress": ({**TOPK, **LAYERS}, failing(Residual, "terms", (1,), 1, step=False)),
     "merge": ({**TOPK, **LAYERS}, failing(TopK, "merge", (0, 1, 2, 3), 2)),
     "merge, one rank": ({**TOPK, **LAYERS}, completed_but_on_rank_1),
-    "proposal": ({**POWERSGD, **LAYERS}, failing(PowerSGD, "propose", (0,), 2, step=False)),
+    "proposal": ({**POWERSGD, **LAYERS}, failing(UnitStep, "_check_proposal", (0,), 2, step=False)),
     "negotiated": ({**POWERSGD, **LAYERS, "timeout": SHORT}, failing(PowerSGD, "compress", (0,), 1)),
     "no error": (TOPK, backward),
     "no error, dense": ({"compressor": "none"}, backward),
