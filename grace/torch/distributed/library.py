@@ -59,8 +59,13 @@ class TorchDistributed(Library):
         hook(wrapped, names, self._settings.backward_passes_per_step)
         return self.delegated(names, run, self._settings)
 
-    def delegated(self, names: Mapping[torch.nn.Parameter, str], run: Run, settings: Settings) -> Delegated:
-        """Return the exchange of the gradients that stay dense; all ranks must call it."""
+    def delegated(
+        self, names: Mapping[torch.nn.Parameter, str], run: Run, settings: Settings, bucket_bytes: int = 0
+    ) -> Delegated:
+        """Return the exchange of the gradients that stay dense, some of which may share an allreduce.
+
+        All ranks must call it.
+        """
 
         def connect(what: str) -> ProcessGroupTransport:
             return ProcessGroupTransport(
@@ -78,6 +83,7 @@ class TorchDistributed(Library):
             average=self.averages(settings.op),
             predivide=settings.gradient_predivide_factor,
             sparse_as_dense=settings.sparse_as_dense,
+            bucket_bytes=bucket_bytes,
         )
 
     def drop(self, name: str, step: int) -> list[int]:

@@ -21,6 +21,9 @@ from grace.torch.views import apart
 # object that a hook and its parameter own together.
 _exchanges: weakref.WeakKeyDictionary[torch.nn.Module, ModuleExchange] = weakref.WeakKeyDictionary()
 
+# As in DDP: few allreduces, and the first ones start early in the backward pass.
+_BUCKET_BYTES = 25 << 20
+
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a model without DDP, by their names if it is not compiled."""
@@ -51,7 +54,7 @@ class ModuleExchange(ModelExchange):
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._kinds = {p: (p.dtype, p.device) for p in self.trained}
         settings = Settings(None, backward_passes_per_step=1, gradient_predivide_factor=1.0, sparse_as_dense=False)
-        self._delegated = library.delegated(self.trained, self.run, settings)
+        self._delegated = library.delegated(self.trained, self.run, settings, _BUCKET_BYTES)
         self.applied = Applied(self, self.trained)
         self.rollback.forget = self._forget_pass
         # The parameters that backward passes have reached since the last exchange.
@@ -60,7 +63,7 @@ class ModuleExchange(ModelExchange):
         # tensors that stay dense.
         self._handed: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._missing: set[str] = set()
-        self._waits: dict[str, Callable[[], torch.Tensor]] = {}
+        self._waits: dict[str, Callable[[torch.Tensor | None], torch.Tensor]] = {}
         # The backward pass at whose end the exchange is completed.
         self._pass = -1
         self._syncs = True
@@ -187,7 +190,9 @@ class ModuleExchange(ModelExchange):
         merged = self.run.finish(apart(self._gradients), find_unused())
         for p, before in self._handed.items():
             name = self.trained[p]
-            x = merged[name] if name in merged else self._waits[name]()
+            # Where the result may be written: no rank's gradient has been kept for a later pass.
+            out = None if name in unused or p.grad is None or p.grad.is_sparse else p.grad.detach()
+            x = merged[name] if name in merged else self._waits[name](out)
             if self.loss_scale is not None and name in merged:
                 self.loss_scale.scale_(x)
             if name in unused:

@@ -12,12 +12,7 @@ torch = pytest.importorskip("torch")
 from grace.errors import StateError  # noqa: E402
 from grace.torch.optim import OneBitAdam  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_rows_that_never_occur_stay_and_the_others_are_learnt():
