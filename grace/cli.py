@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace import __version__, listing
+from grace.advice.what_if import add_what_if
 from grace.bench.command import INTERRUPTED, add_codec, add_import, completed_by
 from grace.bench.link import add_link
 from grace.bench.run import add_run, run_program
@@ -116,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_link(benchmarks)
     add_run(benchmarks)
     add_report(commands)
+    add_what_if(commands)
 
     how = 'Print the script with which a shell completes arguments. In bash: eval "$(grace completion bash)"'
     completion = commands.add_parser("completion", help="print a script for the shell's completion", description=how)

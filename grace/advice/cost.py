@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,10 +20,10 @@ from grace.core.spec import Array, Ranks, TensorSpec
 from grace.core.transport.collectives import Kind
 
 # Elements of the measured steps, whose difference gives the cost per element.
-SIZES = (1 << 14, 1 << 20)
+SIZES = (1 << 13, 1 << 18)
 # Up to the first number of ranks, all of them are simulated. The cost on more goes on as from the first to the second.
 RANKS = (4, 8)
-WARM_UP, REPETITIONS = 2, 5
+REPETITIONS = (30, 6)
 # Payloads have as many bytes on more ranks, and a plan for thousands of them would have as many shards.
 _PLANNED = Ranks(2)
 # Bytes of DDP's buckets: the first one, and all others.
@@ -43,11 +42,15 @@ class Cost(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """The work of a rank before its payload leaves and after the others arrive, and bytes per element of a payload."""
+    """The work of a rank before its payload leaves and after the others arrive, and bytes per element of a payload.
+
+    `error` is |m - mean|^2 / |mean|^2 of the mean m that the ranks get in a first step, on normal gradients.
+    """
 
     before: Cost
     after: Cost
     bytes: float
+    error: float
 
 
 class Codecs:
@@ -56,44 +59,58 @@ class Codecs:
     The times are those of this machine, with the threads that the framework has.
     """
 
-    def __init__(self, framework: Framework, sizes: tuple[int, int] = SIZES, repetitions: int = REPETITIONS) -> None:
-        self._framework, self._sizes, self._repetitions = framework, sizes, repetitions
+    def __init__(self, framework: Framework, sizes: tuple[int, int] = SIZES) -> None:
+        self._framework, self._sizes = framework, sizes
         self._known: dict[tuple[Config, int], Codec] = {}
 
     def of(self, config: Config, ranks: int) -> Codec:
-        """Return the work of a rank for its part of a step: codec, feedback, route, and Python per tensor."""
+        """Return the work of a rank for its part of a step: codec, feedback, route, and Python per tensor.
+
+        Beyond the most ranks that are simulated, times grow as between the last two, at most in proportion.
+        """
         few, many = RANKS
         if ranks <= few:
             return self._measured(config, ranks)
         low, high = self._measured(config, few), self._measured(config, many)
-        more = (ranks - few) / (many - few)
 
         def beyond(a: Cost, b: Cost) -> Cost:
-            return Cost(*(x + max(0.0, y - x) * more for x, y in zip(a, b, strict=True)))
+            return Cost(
+                *(
+                    x + min(max(0.0, y - x) * (ranks - few) / (many - few), x * (ranks / few - 1))
+                    for x, y in zip(a, b, strict=True)
+                )
+            )
 
-        return Codec(beyond(low.before, high.before), beyond(low.after, high.after), low.bytes)
+        return Codec(beyond(low.before, high.before), beyond(low.after, high.after), low.bytes, low.error)
 
     def _measured(self, config: Config, ranks: int) -> Codec:
         if (config, ranks) not in self._known:
             small, large = self._sizes
-            (fewer, _), (more, nbytes) = (self._steps(config, ranks, numel) for numel in self._sizes)
+            (fewer, *_), (more, nbytes, error) = (
+                self._steps(config, ranks, *each) for each in zip(self._sizes, REPETITIONS, strict=True)
+            )
             slopes = [max(0.0, (y - x) / (large - small)) for x, y in zip(fewer, more, strict=True)]
             before, after = (Cost(max(0.0, x - small * slope), slope) for x, slope in zip(fewer, slopes, strict=True))
-            self._known[config, ranks] = Codec(before, after, nbytes)
+            self._known[config, ranks] = Codec(before, after, nbytes, error)
         return self._known[config, ranks]
 
-    def _steps(self, config: Config, ranks: int, numel: int) -> tuple[list[float], float]:
-        """Return seconds per rank before and after payloads travel, and bytes per element, of a tensor in a step."""
+    def _steps(self, config: Config, ranks: int, numel: int, repetitions: int) -> tuple[list[float], float, float]:
+        """Return seconds per rank before and after payloads travel, bytes per element, and the error, of a tensor."""
         import numpy as np
 
         # A matrix, because default rules leave vectors as they are.
         shape = (numel // 128, 128)
         simulation = Simulation(ranks, {"x": shape}, config, framework=self._framework.name)
         draws = np.random.default_rng(0)
-        gradients = [self._framework.load(draws.standard_normal(shape, np.float32)) for _ in range(ranks)]
-        found = [_timed(simulation, gradients) for _ in range(WARM_UP + self._repetitions)][WARM_UP:]
-        seconds = [statistics.median(part) / ranks for part in zip(*found, strict=True)]
-        return seconds, simulation.stats()["tensors"]["x"]["wire_bytes"] / numel
+        drawn = [draws.standard_normal(shape, np.float32) for _ in range(ranks)]
+        gradients = [self._framework.load(x) for x in drawn]
+        exact = sum(x.astype(np.float64) for x in drawn) / ranks
+        merged = self._framework.on_host(simulation.step([{"x": x} for x in gradients], lr=1.0)[0]["x"])
+        error = float(np.sum((merged - exact) ** 2) / np.sum(exact**2))
+        found = [_timed(simulation, gradients) for _ in range(repetitions)]
+        # Other programs only add to a time.
+        seconds = [min(part) / ranks for part in zip(*found, strict=True)]
+        return seconds, simulation.stats()["tensors"]["x"]["wire_bytes"] / numel, error
 
 
 def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grace.core.errors import ConfigError
@@ -88,10 +88,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together, and how.
-
-    They are `ready` after so many seconds of the backward pass; codecs take time before and after the rounds.
-    """
+    """A bucket: when it is ready, in seconds of the backward pass, its codec before and after, and its rounds."""
 
     ready: float
     before: float
@@ -232,8 +229,12 @@ def bandwidth_for(step: Step, machine: Machine, share: float) -> float | None:
 
 
 def break_even(step: Step, dense: Step, machine: Machine) -> float | None:
-    """Return the bytes per second of the link from which on the dense step is as fast; None if there is none."""
-    return _least(lambda there: predict(dense, there).seconds <= predict(step, there).seconds, machine)
+    """Return the bytes per second of the link from which on the dense step is as fast.
+
+    The result is 0 if it is so on any link, and None if it is so on none.
+    """
+    found = _least(lambda there: predict(dense, there).seconds <= predict(step, there).seconds, machine)
+    return 0.0 if found == SLOWEST else found
 
 
 def _least(holds: Callable[[Machine], bool], machine: Machine) -> float | None:
@@ -245,12 +246,9 @@ def _least(holds: Callable[[Machine], bool], machine: Machine) -> float | None:
     low, high = SLOWEST, FASTEST
     if not holds(there(high)):
         return None
+    if holds(there(low)):
+        return low
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if holds(there(middle)) else (middle, high)
     return high
-
-
-def knee(step: Step, machines: Sequence[Machine], share: float = 0.5) -> Machine | None:
-    """Return the first of the machines on which less than a share of the step is compute; None if none is."""
-    return next((each for each in machines if predict(step, each).utilisation < share), None)

@@ -19,7 +19,7 @@ from grace.report.table import HEAD, LEGEND, cells_of
 VERDICTS = {True: ("yes", "✓ reproduced"), False: ("no", "✗ not reproduced"), None: ("open", "○ not tested")}
 # Links of the table of speed; the figures have all.
 SPEED_LINKS = (1, 10)
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1b1d21; --paper: #fff; --line: #d5d8dd; --soft: #f3f4f6; --link: #0b57a4; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e7ea; --paper: #17191d; --line: #3b3f46; --soft: #22252b; --link: #8ab8f0; }
@@ -84,7 +84,7 @@ def page(results: Sequence[Mapping[str, Any]], codec: Sequence[Mapping[str, Any]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Gradient compression: what to take</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>Gradient compression: what to take</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(filter(None, parts))
         + "\n</main>\n</body>\n</html>\n"
     )

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grace.advice.model import Bucket, Link, Machine, Round, Step, bandwidth_for, break_even, knee, predict
+from grace.advice.model import Bucket, Link, Machine, Round, Step, bandwidth_for, break_even, predict
 from grace.core.errors import ConfigError
 
 MB = 1e6
@@ -101,15 +101,6 @@ def test_bandwidths_are_where_the_condition_begins():
         assert (predict(fewer, there).seconds < predict(step, there).seconds) is wins
     # No bandwidth makes up for messages that take longer than the step.
     assert bandwidth_for(step, Machine(4, Link(MB, 10.0)), 0.5) is None
-
-
-def test_the_knee_is_the_first_machine_that_waits_more_than_it_computes():
-    machines = [Machine(2**i, Link(125 * MB, 1e-2)) for i in range(1, 12)]
-    found = knee(dense(), machines)
-    assert found is not None
-    before = machines[machines.index(found) - 1] if machines.index(found) else None
-    assert predict(dense(), found).utilisation < 0.5
-    assert before is None or predict(dense(), before).utilisation >= 0.5
 
 
 def test_thousands_of_ranks_cost_no_more():

@@ -1,0 +1,452 @@
+"""The command `grace what-if`: whether compression pays on a network that need not be here, and which method."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grace.advice.accuracy import ACCURACY
+from grace.advice.model import Bucket, Link, Machine, Prediction, Step, bandwidth_for, break_even, predict
+from grace.bench.command import add_variants, check_writable
+from grace.bench.step.network import rate_of
+from grace.bench.variants import Variant, import_own, parse_variants
+from grace.core.config.config import make_config
+from grace.core.errors import ConfigError
+from grace.core.observe.table import align
+from grace.core.spec import TensorSpec
+
+COMPRESSORS = ("qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
+# Always in the table: uncompressed gradients, which is what DDP sends, and 16 bits, which cost nothing to try.
+ALWAYS = ("none", "fp16")
+# Seconds of a message, if --link names none: those of a common Ethernet.
+LATENCY = 25e-6
+SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
+# A method pays if it is predicted to be at least so many times as fast as no compression.
+PAYS = 1.05
+# The knee is where less than this share of a step without compression is compute.
+KNEE = 0.5
+# The part of a step in which the forward pass runs. A backward pass computes twice as much.
+FORWARD = 1 / 3
+# Elements of the tensors that --params stands for.
+TENSOR = 2048 * 2048
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train: its tensors in the order of the forward pass, and seconds of a step without exchange."""
+
+    name: str
+    specs: Sequence[TensorSpec]
+    compute: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in a setting: its prediction, the error of its mean, and bandwidths in bytes per second.
+
+    `error` is |m - mean|^2 / |mean|^2 of a first step on normal gradients. From `break_even` on it does not pay: 0 if
+    it never does, None if it always does. `bandwidths` are those that each of SHARES needs; None where none is enough.
+    """
+
+    label: str
+    prediction: Prediction
+    error: float
+    break_even: float | None
+    bandwidths: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of `grace what-if`: rows and steps on the most ranks, and predictions on all of them by method."""
+
+    model: Model
+    machine: Machine
+    rows: Sequence[Row]
+    steps: Mapping[str, Step]
+    by_ranks: Mapping[int, Mapping[str, Prediction]]
+    knee: Machine | None
+
+    @property
+    def dense(self) -> Row:
+        """The row without compression."""
+        return next(row for row in self.rows if row.label == "none")
+
+    @property
+    def best(self) -> Row:
+        """The fastest row; that without compression unless another one pays."""
+        fastest = min(self.rows, key=lambda row: row.prediction.seconds)
+        return fastest if self.speedup(fastest) >= PAYS else self.dense
+
+    def speedup(self, row: Row) -> float:
+        """Return how many times as fast as no compression a row is."""
+        return self.dense.prediction.seconds / row.prediction.seconds
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        dense, best = self.dense.prediction, self.best
+        exposed = f"exposed communication is {dense.exposed / dense.seconds:.0%} of the step without it"
+        head = f"On this network and {self.machine.ranks:,} ranks, compression "
+        if best.label == "none":
+            head += "does not pay"
+        else:
+            low, high = band(self.speedup(best))
+            head += f"pays {self.speedup(best):.1f}x ({best.label}, band {low:.1f} to {high:.1f})"
+        where = f"the knee is at {self.knee.ranks} ranks" if self.knee else "all these ranks are before the knee"
+        return f"{head}; {exposed}; {where}."
+
+
+def band(value: float) -> tuple[float, float]:
+    """Return the values between which 95 % of the checked predictions lay, if this one is no worse."""
+    return value * (1 - ACCURACY.high), value * (1 + ACCURACY.high)
+
+
+def add_what_if(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "what-if",
+        help="predict whether compression pays on a network, and which method",
+        description="Predict the time of a training step with each method on a network that need not be here. The "
+        "codecs are measured on this machine, the rest follows from the arguments.",
+    )
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", metavar="N", help="parameters of the model, such as 124M; needs --compute")
+    own = "your own model: build() returns it and the function of its loss; one step is measured here"
+    what.add_argument("--model", metavar="FILE.py:FUNCTION", help=own)
+    trace = "timeline of grace (GRACE_TIMELINE) of uncompressed training; needs --compute"
+    what.add_argument("--trace", type=Path, metavar="FILE", help=trace)
+    add("--compute", metavar="TIME", help="time of a step without exchange on one rank, such as 250ms")
+    ranks = "numbers of ranks, or a range such as 2:16384 in powers of two (default: 2:64)"
+    add("--ranks", nargs="+", default=["2:64"], metavar="N", help=ranks)
+    add("--nodes", metavar="NxR", help="nodes with R ranks each in place of --ranks, such as 128x8")
+    add(
+        "--link",
+        default="10gbit",
+        metavar="RATE[:LATENCY]",
+        help="link of a node, such as 10gbit:50us (default: 10gbit)",
+    )
+    add("--inside", default="100gbit", metavar="RATE", help="link within a node (default: 100gbit)")
+    add_variants(parser, " ".join(COMPRESSORS))
+    add("--accumulate", type=int, default=1, metavar="N", help="backward passes per exchange (default: 1)")
+    add("--every", type=int, default=1, metavar="N", help="optimizer steps per exchange, as in local SGD (default: 1)")
+    speed = "codecs run so many times as fast as on a core of this machine, as on a GPU (default: 1)"
+    add("--codec-speed", type=float, default=1.0, metavar="FACTOR", help=speed)
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--html", type=Path, metavar="FILE", help="write one page with figures")
+    parser.set_defaults(run=run_what_if)
+
+
+def run_what_if(args: argparse.Namespace) -> int:
+    """Predict, print and write. Return the exit status. Raises ConfigError for wrong arguments."""
+    for option in ("accumulate", "every", "codec_speed"):
+        if not getattr(args, option) > 0:
+            raise ConfigError(f"--{option.replace('_', '-')}: expected more than 0, received {getattr(args, option)}.")
+    machines = _machines(args)
+    for path in filter(None, (args.json, args.html)):
+        check_writable(path)
+    # Local imports: NumPy reads the number of threads when it is imported.
+    from grace.bench.frameworks import set_threads, set_up
+
+    set_threads(1)
+    import_own(args.modules)
+    given = parse_variants(args.compressors or COMPRESSORS)
+    always = [Variant(name) for name in ALWAYS]
+    variants = list({variant.label: variant for variant in (*always, *given)}.values())
+    model = _model(args)
+    from grace.advice.cost import Codecs
+
+    codecs = Codecs(set_up("numpy", "cpu", 1, True))
+    begin = time.perf_counter()
+    answer = answer_of(model, variants, machines, codecs, args.accumulate, args.every, args.codec_speed)
+    print("\n".join(lines(answer)), flush=True)
+    print(f"codecs measured and {len(machines) * len(variants)} steps predicted in {time.perf_counter() - begin:.1f} s")
+    if args.json:
+        args.json.write_text(json.dumps(to_dict(answer), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        from grace.advice.page import page
+
+        args.html.write_text(page(answer), encoding="utf-8")
+    return 0
+
+
+def answer_of(
+    model: Model,
+    variants: Sequence[Variant],
+    machines: Sequence[Machine],
+    codecs: Any,
+    backwards: int = 1,
+    every: int = 1,
+    faster: float = 1.0,
+) -> Answer:
+    """Return the answer for a model, with the last machine as the one of the rows."""
+    steps = {
+        machine.ranks: {
+            variant.label: _step(model, variant, machine.ranks, codecs, backwards, every, faster)
+            for variant in variants
+        }
+        for machine in machines
+    }
+    predictions = {
+        machine.ranks: {label: predict(step, machine) for label, step in steps[machine.ranks].items()}
+        for machine in machines
+    }
+    last = machines[-1]
+    dense = steps[last.ranks]["none"]
+    rows = [
+        Row(
+            variant.label,
+            predictions[last.ranks][variant.label],
+            0.0 if variant.label == "none" else codecs.of(make_config(variant.config()), min(last.ranks, 4)).error,
+            None if variant.label == "none" else break_even(steps[last.ranks][variant.label], dense, last),
+            tuple(bandwidth_for(steps[last.ranks][variant.label], last, share) for share in SHARES),
+        )
+        for variant in variants
+    ]
+    knee = next((each for each in machines if predictions[each.ranks]["none"].utilisation < KNEE), None)
+    return Answer(model, last, rows, steps[last.ranks], predictions, knee)
+
+
+def _step(model: Model, variant: Variant, ranks: int, codecs: Any, backwards: int, every: int, faster: float) -> Step:
+    from grace.advice.cost import buckets, ddp_buckets
+
+    forward, backward = model.compute * FORWARD, model.compute * (1 - FORWARD)
+    found: Sequence[Bucket]
+    if variant.label == "none":
+        found = ddp_buckets(model.specs, backward)
+    else:
+        config = make_config(variant.config())
+        found = [
+            dataclasses.replace(bucket, before=bucket.before / faster, after=bucket.after / faster)
+            for bucket in buckets(model.specs, config, ranks, codecs.of(config, ranks), backward)
+        ]
+    return Step(forward, backward, 0.0, tuple(found), backwards=backwards, every=every)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _machines(args: argparse.Namespace) -> list[Machine]:
+    link, inside = _link(args.link), _link(args.inside)
+    if args.nodes:
+        found = re.fullmatch(r"(\d+)x(\d+)", args.nodes)
+        if not found or not int(found[1]) or not int(found[2]):
+            raise ConfigError(f"--nodes: expected NODESxRANKS, such as 128x8, received '{args.nodes}'.")
+        nodes, local = int(found[1]), int(found[2])
+        counts = [n for n in _powers(1, nodes) if n * local > 1]
+        return [Machine(n * local, link, local, inside) for n in counts]
+    return [Machine(n, link, 1, inside) for n in _ranks(args.ranks)]
+
+
+def _ranks(given: Sequence[str]) -> list[int]:
+    found: set[int] = set()
+    for text in given:
+        first, colon, last = text.partition(":")
+        if not first.isdigit() or (colon and not last.isdigit()) or int(first) < 2:
+            raise ConfigError(f"--ranks: expected numbers from 2 on, or a range such as 2:16384, received '{text}'.")
+        found.update(_powers(int(first), int(last)) if colon else [int(first)])
+    return sorted(found)
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """Return first, and its products with powers of two below last, and last."""
+    found = []
+    while first < last:
+        found.append(first)
+        first *= 2
+    return [*found, last]
+
+
+def _link(text: str) -> Link:
+    rate, _, latency = text.partition(":")
+    bits = rate_of(rate)
+    if bits is None:
+        raise ConfigError(f"--link: expected a rate such as 10gbit, received '{text}'.")
+    return Link(bits / 8, _seconds(latency, "--link") if latency else LATENCY)
+
+
+def _seconds(text: str, option: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if not found:
+        raise ConfigError(f"{option}: expected a time such as 50us, 250ms or 1.5s, received '{text}'.")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _model(args: argparse.Namespace) -> Model:
+    compute = _seconds(args.compute, "--compute") if args.compute else None
+    if args.model:
+        return _own(args.model, compute)
+    option = "--params" if args.params else "--trace"
+    if compute is None:
+        raise ConfigError(f"{option} needs --compute, the time of a step without exchange on one rank, such as 250ms.")
+    if args.trace:
+        return _traced(args.trace, compute)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", args.params.upper())
+    numel = round(float(found[1]) * _SUFFIXES.get(found[2], 1)) if found else 0
+    if numel < 1:
+        raise ConfigError(f"--params: expected a number of parameters, such as 124M, received '{args.params}'.")
+    return Model(f"{args.params} parameters", _tensors([TENSOR] * (numel // TENSOR) + [numel % TENSOR]), compute)
+
+
+def _tensors(numels: Sequence[int]) -> list[TensorSpec]:
+    shapes = [(2048, n // 2048) if n % 2048 == 0 else (n, 1) for n in numels if n]
+    return [TensorSpec(f"tensor {i}", shape) for i, shape in enumerate(shapes)]
+
+
+def _own(text: str, compute: float | None) -> Model:
+    """Return a model of the user, with the time of its step if `compute` is None."""
+    from grace.bench.step.own import check_model, load_builder
+
+    if ":" not in text:
+        raise ConfigError(f"--model: expected FILE.py:FUNCTION, such as train.py:build, received '{text}'.")
+    check_model(text)
+    model, loss = load_builder(text)()
+    import torch
+
+    torch.set_num_threads(1)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"--model: expected a module of PyTorch, received {type(model).__name__}.")
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    specs = [TensorSpec(name, tuple(p.shape)) for name, p in named]
+    if compute is None:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            loss().backward()
+            times.append(time.perf_counter() - begin)
+            model.zero_grad()
+        compute = statistics.median(times[1:])
+    return Model(text, specs, compute)
+
+
+def _traced(path: Path, compute: float) -> Model:
+    """Return the model of a timeline: a tensor per bucket of its first step, as large as the bucket."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))
+        sent = {e["tid"]: e["args"]["bytes"] for e in reversed(events) if e.get("name") == "send"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--trace: '{path}' is not a timeline of grace ({type(error).__name__}: {error}); write one with "
+            "GRACE_TIMELINE=FILE."
+        ) from None
+    if not sent:
+        raise ConfigError(f"--trace: '{path}' has no buckets; let it record a step of uncompressed training.")
+    return Model(
+        path.name, _tensors([max(1, nbytes // 4) for _, nbytes in sorted(sent.items(), reverse=True)]), compute
+    )
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def lines(answer: Answer) -> list[str]:
+    """Return the sentence, what was assumed, the table, the bandwidths, and how well predictions were checked."""
+    machine = answer.machine
+    numel = sum(spec.numel for spec in answer.model.specs)
+    nodes = f"{machine.ranks // machine.local_size} nodes of {machine.local_size}, " if machine.local_size > 1 else ""
+    head = ("method", "step", "band", "x none", "MB/step", "efficiency", "error", "break-even")
+    cells = [
+        (
+            row.label,
+            _time(row.prediction.seconds),
+            "{} to {}".format(*map(_time, band(row.prediction.seconds))),
+            f"{answer.speedup(row):.2f}",
+            f"{row.prediction.sent / 1e6:.2f}",
+            f"{row.prediction.utilisation:.0%}",
+            f"{row.error:.2g}",
+            _until(row),
+        )
+        for row in answer.rows
+    ]
+    needs = [("link for", *(f"{share:.0%}" for share in SHARES))]
+    needs += [(row.label, *map(_rate, row.bandwidths)) for row in answer.rows]
+    ranks = [("ranks", "none", "fastest", "step", "x none")]
+    for n, found in answer.by_ranks.items():
+        label = min(found, key=lambda each: found[each].seconds)
+        dense, other = found["none"].seconds, found[label].seconds
+        ranks.append((f"{n:,}", _time(dense), label, _time(other), f"{dense / other:.2f}"))
+    return [
+        answer.sentence,
+        "",
+        f"{answer.model.name}, {numel / 1e6:.1f} M parameters, {_time(answer.model.compute)} of compute per step, "
+        f"{machine.ranks} ranks, {nodes}{_rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
+        "message",
+        *align([head, *cells], right=range(1, len(head))),
+        "",
+        "The link that a share of compute in the step needs:",
+        *align(needs, right=range(1, len(SHARES) + 1)),
+        "",
+        "By the number of ranks:",
+        *align(ranks, right=(0, 1, 3, 4)),
+        "",
+        *ACCURACY.lines,
+        "Not known: whether the model learns as well (docs/choose.md, docs/adam.md), waits for the slowest rank, other "
+        "traffic on the link, and what the transport takes of the processor.",
+    ]
+
+
+def to_dict(answer: Answer) -> dict[str, Any]:
+    """Return the answer as an object for JSON; times in seconds, bandwidths in bytes per second."""
+    machine = answer.machine
+
+    def told(found: Prediction) -> dict[str, float]:
+        low, high = band(found.seconds)
+        derived = {"exposed": found.exposed, "utilisation": found.utilisation, "low": low, "high": high}
+        return {**dataclasses.asdict(found), **derived}
+
+    return {
+        "sentence": answer.sentence,
+        "model": answer.model.name,
+        "parameters": sum(spec.numel for spec in answer.model.specs),
+        "compute": answer.model.compute,
+        "machine": dataclasses.asdict(machine),
+        "best": answer.best.label,
+        "rows": [
+            {
+                "method": row.label,
+                "speedup": answer.speedup(row),
+                **told(row.prediction),
+                "error": row.error,
+                "break_even": row.break_even,
+                "bandwidths": dict(zip(map(str, SHARES), row.bandwidths, strict=True)),
+            }
+            for row in answer.rows
+        ],
+        "by_ranks": {
+            str(n): {label: told(found) for label, found in methods.items()} for n, methods in answer.by_ranks.items()
+        },
+        "accuracy": ACCURACY._asdict(),
+    }
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.0f} ms"
+        if seconds >= 0.01
+        else f"{seconds * 1e3:.1f} ms"
+    )
+
+
+def _until(row: Row) -> str:
+    if row.label == "none":
+        return "-"
+    return "always" if row.break_even is None else "never" if row.break_even == 0 else _rate(row.break_even)
+
+
+def _rate(bandwidth: float | None) -> str:
+    if bandwidth is None:
+        return "-"
+    gbit = 8 * bandwidth / 1e9
+    return f"{gbit:.3g} Gbit/s" if gbit < 1000 else f"{gbit / 1000:.3g} Tbit/s"

@@ -1,0 +1,140 @@
+"""`grace what-if`: its sentence, tables and files, and its refusals."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from grace.advice import what_if
+from grace.advice.cost import Codec, Cost
+from grace.advice.model import Link, Machine
+from grace.bench.variants import Variant
+from grace.cli import main
+from grace.core.spec import TensorSpec
+
+SMALL = ["what-if", "--params", "3M", "--compute", "50ms", "--compressors", "qsgd", "--ranks", "2:8"]
+
+
+class Fixed:
+    """Codecs of a given cost, so that predictions are the same on every machine."""
+
+    def __init__(self, seconds_per_element):
+        self.cost = Cost(1e-5, seconds_per_element / 2)
+
+    def of(self, config, ranks):
+        # As many bytes as the plan says, if it knows.
+        return Codec(self.cost, self.cost, 1.0, 0.01)
+
+
+def answer(bits_per_second, cost=1e-9, **options):
+    specs = [TensorSpec(f"w{i}", (2048, 2048)) for i in range(6)]
+    model = what_if.Model("six layers", specs, 0.1)
+    variants = [Variant("none"), Variant("fp16"), Variant("qsgd"), Variant("topk")]
+    machines = [Machine(n, Link(bits_per_second / 8, 1e-5)) for n in (2, 4, 8)]
+    return what_if.answer_of(model, variants, machines, Fixed(cost), **options)
+
+
+def test_compression_pays_on_a_slow_link_and_not_on_a_fast_one():
+    slow, fast = answer(1e9), answer(1e12)
+    assert slow.best.label == "topk"
+    assert slow.speedup(slow.best) > 3
+    assert "pays" in slow.sentence
+    assert slow.best.label in slow.sentence
+    assert slow.knee == slow.machine or slow.knee.ranks < 8
+    assert fast.best.label == "none"
+    assert "does not pay" in fast.sentence
+    # A codec that takes longer than the link never pays.
+    dear = answer(1e10, cost=1e-6)
+    assert all(row.break_even is not None and row.break_even < 1e10 / 8 for row in dear.rows if row.label != "none")
+
+
+def test_break_even_lies_between_links_where_it_pays_and_where_it_does_not():
+    found = next(row for row in answer(1e9).rows if row.label == "qsgd")
+    bits = 8 * found.break_even
+    for factor, pays in ((0.9, True), (1.1, False)):
+        there = answer(bits * factor)
+        row = next(row for row in there.rows if row.label == "qsgd")
+        assert (there.speedup(row) > 1) is pays
+
+
+def test_rare_exchanges_and_faster_codecs_are_faster():
+    plain = answer(1e9)
+    for options in ({"every": 10}, {"backwards": 4}, {"faster": 100.0}):
+        other = answer(1e9, **options)
+        for row, before in zip(other.rows, plain.rows, strict=True):
+            per_example = row.prediction.seconds / options.get("backwards", 1)
+            assert per_example <= before.prediction.seconds
+
+
+def test_the_command_prints_the_sentence_first_and_writes_json_and_a_page(capsys, tmp_path):
+    files = tmp_path / "found.json", tmp_path / "page.html"
+    assert main([*SMALL, "--link", "1gbit:50us", "--json", str(files[0]), "--html", str(files[1])]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("On this network and 8 ranks, compression ")
+    assert [line.split()[0] for line in text.splitlines()[4:7]] == ["none", "fp16", "qsgd"]
+    assert "held out" in text
+    found = json.loads(files[0].read_text())
+    assert [row["method"] for row in found["rows"]] == ["none", "fp16", "qsgd"]
+    assert sorted(found["by_ranks"]) == ["2", "4", "8"]
+    assert found["machine"]["link"] == pytest.approx({"bandwidth": 125e6, "latency": 50e-6})
+    page = files[1].read_text()
+    assert len(page) < 100_000
+    assert "http" not in page.replace("http://www.w3.org", "")
+    figures = page.split("<svg viewBox")[1:]
+    assert len(figures) == 2
+    ET.fromstring("<svg viewBox" + figures[0].split("</figure>")[0].split("<ul")[0])
+
+
+def test_nodes_share_their_link(capsys):
+    assert main(["what-if", "--params", "3M", "--compute", "50ms", "--nodes", "2x4", "--compressors", "topk"]) == 0
+    assert "8 ranks, 2 nodes of 4" in capsys.readouterr().out
+
+
+def test_a_model_of_the_user_is_measured(capsys, tmp_path):
+    pytest.importorskip("torch")
+    own = tmp_path / "mine_what_if.py"
+    own.write_text(
+        "import torch\n\n\ndef build():\n    model = torch.nn.Linear(300, 100)\n"
+        "    return model, lambda: model(torch.ones(2, 300)).sum()\n"
+    )
+    assert main(["what-if", "--model", f"{own}:build", "--ranks", "2", "--compressors", "fp16"]) == 0
+    assert "0.0 M parameters" in capsys.readouterr().out
+
+
+def test_a_timeline_gives_the_sizes_of_buckets(capsys, tmp_path, monkeypatch):
+    import numpy as np
+
+    import grace
+
+    simulation = grace.Simulation(2, {"a": (512, 512), "b": (256, 64)}, {"compressor": "none"})
+    simulation.start_timeline(tmp_path / "trace.json")
+    gradients = {"a": np.ones((512, 512), np.float32), "b": np.ones((256, 64), np.float32)}
+    simulation.step([gradients, gradients])
+    path = sorted(tmp_path.glob("trace*.json"))[0]
+    assert main(["what-if", "--trace", str(path), "--compute", "10ms", "--ranks", "2", "--compressors", "fp16"]) == 0
+    assert "0.3 M parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "124M"], "--compute"),
+        (["--params", "many", "--compute", "1s"], "124M"),
+        (["--params", "1M", "--compute", "fast"], "250ms"),
+        (["--params", "1M", "--compute", "1s", "--ranks", "1"], "from 2 on"),
+        (["--params", "1M", "--compute", "1s", "--nodes", "8"], "128x8"),
+        (["--params", "1M", "--compute", "1s", "--link", "quick"], "300mbit"),
+        (["--params", "1M", "--compute", "1s", "--every", "0"], "--every"),
+        (["--params", "1M", "--compute", "1s", "--codec-speed", "-1"], "--codec-speed"),
+        (["--model", "mlp"], "FILE.py:FUNCTION"),
+        (["--trace", "missing.json", "--compute", "1s"], "GRACE_TIMELINE"),
+        (["--params", "1M", "--compute", "1s", "--html", "missing/page.html"], "cannot be written"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, capsys):
+    assert main(["what-if", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_said_of_the_accuracy_is_what_was_measured():
+    assert what_if.band(1.0)[0] < 1 < what_if.band(1.0)[1]
