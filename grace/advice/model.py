@@ -75,7 +75,9 @@ class Machine:
         if kind == "alltoall":
             # A rank passes on all but its own part; of this, what is for other nodes shares the link.
             leaving *= local * (n - local) / (n - 1)
-        return messages * self.link.latency + max(leaving / self.link.bandwidth, leaving / self.inside.bandwidth / 2)
+        # Without neighbours, a rank has no other hops.
+        within = 0.0 if local == 1 else leaving / self.inside.bandwidth / 2
+        return messages * self.link.latency + max(leaving / self.link.bandwidth, within)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Step:
 
     `backwards` passes accumulate gradients before one exchange, and `every` counts the optimizer steps from one
     exchange to the next. `handling` are the seconds of processor time per byte that a rank sends, for copies and sums
-    of the transport, where no other core takes them.
+    of the transport, where no other core takes them. `meeting` are the seconds that a round takes beside its messages
+    and bytes, in which ranks wait for each other.
     """
 
     forward: float
@@ -110,6 +113,7 @@ class Step:
     update: float
     buckets: tuple[Bucket, ...]
     handling: float = 0.0
+    meeting: float = 0.0
     backwards: int = 1
     every: int = 1
 
@@ -154,20 +158,20 @@ def predict(step: Step, machine: Machine) -> Prediction:
     alone = step.compute * slower
     if machine.ranks == 1 or not step.buckets:
         return Prediction(alone, alone, 0.0, 0.0, 0.0)
-    run = _Run(machine, step.handling * slower)
+    run = _Run(machine, step.handling * slower, step.meeting)
     buckets = sorted(step.buckets, key=lambda bucket: bucket.ready)
     run.now = slower * (step.forward + (step.backwards - 1) * (step.forward + step.backward))
     last = codec = 0.0
     for bucket in buckets:
-        run.now += slower * (bucket.ready - last)
+        run.compute(slower * (bucket.ready - last))
         last = bucket.ready
         run.look(slower)
-        run.now += slower * bucket.before
+        run.compute(slower * bucket.before)
         codec += slower * (bucket.before + bucket.after)
         run.start(bucket, 0)
-    run.now += slower * (step.backward - last)
+    run.compute(slower * (step.backward - last))
     run.drain(slower)
-    run.now += slower * step.update
+    run.compute(slower * step.update)
     rare = 1 / step.every
     return Prediction(
         seconds=alone + (run.now - alone) * rare,
@@ -181,9 +185,11 @@ def predict(step: Step, machine: Machine) -> Prediction:
 class _Run:
     """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
 
-    def __init__(self, machine: Machine, handling: float) -> None:
-        self._machine, self._handling = machine, handling
+    def __init__(self, machine: Machine, handling: float, meeting: float) -> None:
+        self._machine, self._handling, self._meeting = machine, handling, meeting
         self.now = self._free = self.wire = self.sent = 0.0
+        # Processor time of the transport, which computing has to make room for, and waiting does not.
+        self._owed = 0.0
         self._arrivals: list[tuple[float, int, Bucket, int]] = []
         self._started = 0
 
@@ -192,12 +198,18 @@ class _Run:
         one = bucket.rounds[number]
         nbytes = float(copies(one.kind, self._machine.ranks)) * one.nbytes
         seconds = self._machine.seconds(one.kind, one.nbytes)
-        self.now += self._handling * nbytes
-        self._free = max(self._free, self.now) + seconds
+        handling = self._handling * nbytes
+        self._free = max(self._free, self.now) + max(seconds, handling) + self._meeting
+        self._owed += handling
         self.wire += seconds
         self.sent += nbytes
         self._started += 1
         heapq.heappush(self._arrivals, (self._free, self._started, bucket, number))
+
+    def compute(self, seconds: float) -> None:
+        """Compute for so many seconds of the processor, and let the transport have what it needs of it."""
+        self.now += seconds + self._owed
+        self._owed = 0.0
 
     def look(self, slower: float) -> None:
         """Go on with the rounds that have arrived by now."""
@@ -207,13 +219,15 @@ class _Run:
     def drain(self, slower: float) -> None:
         """Wait for all rounds, in the order in which they arrive."""
         while self._arrivals:
-            self.now = max(self.now, self._arrivals[0][0])
+            waiting = max(0.0, self._arrivals[0][0] - self.now)
+            self.now += waiting
+            self._owed = max(0.0, self._owed - waiting)
             self._go_on(slower)
 
     def _go_on(self, slower: float) -> None:
         _, _, bucket, number = heapq.heappop(self._arrivals)
         # What lies between two rounds is a part of `after`.
-        self.now += slower * bucket.after / len(bucket.rounds)
+        self.compute(slower * bucket.after / len(bucket.rounds))
         if number + 1 < len(bucket.rounds):
             self.start(bucket, number + 1)
 

@@ -44,6 +44,8 @@ def test_within_a_node_the_link_is_not_used():
     # In an alltoall, all ranks of a node send to all other nodes.
     traded = Machine(8, LINK, 4, Link(1e15, 0)).seconds("alltoall", MB)
     assert traded == pytest.approx(7e-3 + 4 * 4 / 7 / 125)
+    # Without neighbours there are no hops within a node.
+    assert Machine(2, Link(1e12), 1, Link(1.0)).seconds("allreduce", MB) == pytest.approx(1e-6)
 
 
 def test_buckets_overlap_with_the_backward_pass_and_queue_on_the_link():
@@ -82,8 +84,28 @@ def test_shared_cores_accumulation_and_rare_exchanges():
     rare = dataclasses.replace(step, every=10)
     assert predict(rare, machine).exposed == pytest.approx(predict(step, machine).exposed / 10)
     assert predict(rare, machine).sent == pytest.approx(5 * MB)
+
+
+def test_the_transport_takes_processor_time_only_where_the_rank_computes():
+    step, machine = dense(), Machine(2, LINK)
     handled = dataclasses.replace(step, handling=1e-9)
-    assert predict(handled, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.05)
+    # The only bucket is sent while the rank waits.
+    assert predict(handled, machine).seconds == pytest.approx(predict(step, machine).seconds)
+    # A link that is faster than the transport waits for it.
+    fast = Machine(2, Link(1e12))
+    assert predict(handled, fast).seconds == pytest.approx(step.compute + 0.05)
+    # The first of two buckets is handled while the second is computed.
+    first, second = dense(2, 50 * MB, backward=2.0).buckets
+    pair = Step(0.0, 2.0, 0.0, (first, second), handling=1e-9)
+    assert predict(pair, machine).seconds == pytest.approx(2.05 + predict(dense(), machine).wire)
+
+
+def test_ranks_meet_in_every_round():
+    rounds = (Round("alltoall", MB), Round("allgather", MB))
+    step, machine = Step(0.0, 0.1, 0.0, (Bucket(0.1, 0.0, 0.0, rounds),)), Machine(2, LINK)
+    meeting = dataclasses.replace(step, meeting=0.01)
+    assert predict(meeting, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.02)
+    assert predict(meeting, machine).wire == predict(step, machine).wire
 
 
 def test_bandwidths_are_where_the_condition_begins():
