@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
+from grace.advice.accuracy import ACCURACY
 from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
 from grace.advice.forecast import buckets_of
 from grace.advice.model import Link, Machine, Step, break_even, predict
@@ -121,6 +122,7 @@ class Advice:
             "link": {"bytes_per_s": self.link.bandwidth, "latency_s": self.link.latency},
             "left_out": dict(self.left_out),
             "unknown": list(_UNKNOWN),
+            "accuracy": ACCURACY._asdict(),
         }
 
     def __str__(self) -> str:
@@ -129,7 +131,8 @@ class Advice:
         left_out = [f"Left out: {label}, because {reason}" for label, reason in self.left_out.items()]
         unknown = [f"Not known: {text}." for text in _UNKNOWN]
         measured = f"Measured on {self.ranks} ranks: steps of {low} to {high} ms, a link of {link}. * is predicted."
-        return "\n".join([self.sentence, "", self.table, "", measured, *left_out, *unknown])
+        checked = ACCURACY.lines if ACCURACY.cells else ["Not known: how far predictions are from measured steps."]
+        return "\n".join([self.sentence, "", self.table, "", measured, *checked, *left_out, *unknown])
 
 
 class Figures:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.advice import advise, auto, forecast, watch
+from grace.advice import accuracy, advise, auto, forecast, watch
 from grace.advice.advise import Figures, best_of
 from grace.advice.auto import Auto
 from grace.advice.candidates import Risk, changes, risk_of
@@ -186,6 +186,11 @@ def test_advice_says_whether_it_pays_and_can_be_written(monkeypatch):
         assert {"none", "fp16", "qsgd", "8 local steps"} <= {row.label for row in advice.rows}
         assert json.loads(json.dumps(advice.to_dict()))["config"] == advice.config
         assert grace.make_config(advice.config).method == grace.make_config({"compressor": advice.best}).method
+    # The accuracy of predictions is a part of every output.
+    assert advice.to_dict()["accuracy"] == accuracy.ACCURACY._asdict()
+    found = accuracy.ACCURACY._replace(cells=16)
+    monkeypatch.setattr(advise, "ACCURACY", found)
+    assert found.lines[0] in str(advice)
     reason = {"reason": "no gradient was seen that could be compressed"}
     left_out = job.measured(codecs={"fp16": CODEC, "qsgd": reason}).advice()
     assert "Left out: qsgd, because no gradient was seen" in str(left_out)
