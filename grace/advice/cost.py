@@ -144,7 +144,11 @@ def buckets(specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Code
         numel = sum(unit.spec.numel for unit in compressed)
         nbytes = sum(_payload(unit, codec) for unit in bucket.units)
         dense = sum(unit.spec.nbytes for unit in bucket.units)
-        rounds = tuple(Round(*each) for each in LAWS[name](nbytes, ranks, dense))
+        # Proposals are summed in a round of their own, before anything is compressed.
+        proposed = float(sum(unit.negotiated_bytes for unit in compressed))
+        rounds = tuple(Round(*each) for each in LAWS[name](nbytes - proposed, ranks, dense))
+        if proposed:
+            rounds = (Round("allreduce", proposed), *rounds)
         at = max(ready[piece.tensor] for unit in bucket.units for piece in unit.pieces)
         # Planned for two ranks, each unit of two_shot has two shards.
         count = sum(0.5 if unit.onward else 1.0 for unit in compressed)

@@ -38,6 +38,15 @@ def test_the_bytes_of_the_buckets_are_those_that_a_simulation_counts(name, ranks
     assert leaving(found, ranks) > 0
 
 
+def test_a_proposal_has_a_round_of_its_own():
+    found = cost.buckets(SPECS, make_config({"compressor": "powersgd"}), 2, NONE, 1.0)
+    # Rank 4, and float32: P has the rows of both matrices, and Q their columns. The bias goes as it is.
+    assert sorted([(r.kind, r.nbytes) for r in bucket.rounds] for bucket in found) == [
+        [("allreduce", 4 * 512)],
+        [("allreduce", 4 * 4 * (512 + 300)), ("allreduce", 4 * 4 * (256 + 100))],
+    ]
+
+
 def test_buckets_become_ready_in_reverse_order_of_the_tensors():
     found = cost.buckets(SPECS, make_config({"compressor": "qsgd", "bucket_bytes": 4096}), 2, NONE, 1.0)
     times = [bucket.ready for bucket in found]
