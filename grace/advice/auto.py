@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 # The first steps, in which buffers and connections are made, and those right after a change, are not counted.
 _FIRST, _AFTER = 5, 2
-# A decision follows from so many steps. The ranks compare their steps after as many.
+# A decision follows from so many steps, and so does a comparison of the ranks, after as many that are not counted: what
+# a comparison takes must stay far below 1 % of the steps.
 _STEPS = 10
 # A step that takes longer or shorter by such a factor is looked into. A link has changed if its times have by the
 # second. Without a reason, a small allreduce looks at the link after so many comparisons, for such a share of the time.
-_STEP_CHANGED, _LINK_CHANGED, _LOOKS, _SHARE = 1.25, 2.0, 10, 0.001
+_STEP_CHANGED, _LINK_CHANGED, _LOOKS, _SHARE = 1.25, 2.0, 5, 0.001
 
 
 class Auto(Watch):
@@ -105,7 +106,7 @@ class Auto(Watch):
         """Look at the link if the steps have changed, or after some time."""
         assert self._figures is not None
         figures, period = self._figures, self._everyones_period()
-        self._reference = self._reference or period
+        self._reference, self._skipped = self._reference or period, _STEPS
         self._looks += 1
         changed = not 1 / _STEP_CHANGED < period / self._reference < _STEP_CHANGED
         if not changed and self._looks < _LOOKS:
@@ -129,7 +130,7 @@ class Auto(Watch):
         """Time allreduces that take a small share of the time, and return whether they took another time than known."""
         assert self._figures is not None
         link, exchange = self._figures.link, self.exchange
-        nbytes = min(max(_SHARE * _STEPS * _LOOKS * period * link.bandwidth, 16 * 1024), 4 * 1024 * 1024)
+        nbytes = min(max(_SHARE * 2 * _STEPS * _LOOKS * period * link.bandwidth, 16 * 1024), 4 * 1024 * 1024)
         ops, allreduce = exchange._ops(exchange._specs[0].device), probe.over(exchange.run.transport)
         seconds = []
         for _ in range(3):
