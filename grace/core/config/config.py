@@ -391,7 +391,8 @@ def _check_option(key: str, value: Any) -> None:
 
 def _from_mapping(config: Mapping[str, Any]) -> Config:
     values = dict(config)
-    if values.get("compressor") == AUTO:
+    # An array is compared element by element.
+    if isinstance(values.get("compressor"), str) and values["compressor"] == AUTO:
         values.update(compressor="none", auto=True)
     top = {key: values.pop(key) for key in list(values) if key in _TOP_LEVEL}
     for key, value in top.items():
