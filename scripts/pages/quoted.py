@@ -414,6 +414,16 @@ def two_nodes() -> Values:
             yield f"{method}_{link}", f"{row('step_original', method)[link]}"
 
 
+@quoted
+def predictions() -> Values:
+    found = measurements.load("predictions")
+    for use, name in (("held out", "held_out"), ("all", "all")):
+        told = found["summary"][use]
+        yield f"{name}_cells", f"{told['cells']}"
+        for key in ("median", "high", "worst", "noise"):
+            yield f"{name}_{key}", f"{100 * told[key]:.0f}"
+
+
 # --- defaults and sizes ---------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from grace.advice import what_if
+from grace.advice.accuracy import ACCURACY
 from grace.advice.cost import Codec, Cost
 from grace.advice.model import Link, Machine
 from grace.bench.variants import Variant
@@ -137,4 +139,10 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
 
 
 def test_what_is_said_of_the_accuracy_is_what_was_measured():
-    assert what_if.band(1.0)[0] < 1 < what_if.band(1.0)[1]
+    path = Path(__file__).parents[2] / "docs" / "results" / "predictions.json"
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    said = ACCURACY._asdict()
+    assert measured["machine"].startswith(said.pop("machine").partition(", ")[0])
+    assert said == measured["summary"]["held out"]
+    low, high = what_if.band(1.0)
+    assert (1 - low, high - 1) == pytest.approx((ACCURACY.high, ACCURACY.high))
