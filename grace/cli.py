@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace import __version__, listing
+from grace.advice.launch import add_advise, run_advise
 from grace.advice.what_if import add_what_if
 from grace.bench.command import INTERRUPTED, add_codec, add_import, completed_by
 from grace.bench.link import add_link
@@ -70,7 +71,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         argcomplete.autocomplete(parser)
     args = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = args.run
-    if run is not run_program:
+    if run not in (run_program, run_advise):
         # All other commands name their methods themselves.
         os.environ.pop(ENVIRONMENT_VARIABLE, None)
     try:
@@ -118,6 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_run(benchmarks)
     add_report(commands)
     add_what_if(commands)
+    add_advise(commands)
 
     how = 'Print the script with which a shell completes arguments. In bash: eval "$(grace completion bash)"'
     completion = commands.add_parser("completion", help="print a script for the shell's completion", description=how)

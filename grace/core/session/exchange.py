@@ -85,6 +85,11 @@ class Exchange(ABC):
             from grace.advice.auto import Auto
 
             self.advisor = Auto(self)
+        if self.watches and not self.outers and self.size > 1 and "GRACE_ADVISE" in os.environ:
+            # The command `grace advise` has started this job.
+            from grace.advice.launched import Launched
+
+            self.advisor = Launched(self)
 
     # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""`Launched`: measures an exchange in a job that `grace advise` has started, and ends the job."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+from grace.advice.advise import measure
+from grace.advice.hook import ADVICE, MEASURED, SEEN, end, leave, refuse
+from grace.advice.watch import Watch
+from grace.core.errors import GraceError
+
+if TYPE_CHECKING:
+    from grace.core.session.exchange import Exchange
+
+#: The first steps, in which buffers and connections are made, are not counted; so many after them are.
+FIRST, STEPS = 5, 20
+# Fewer steps are counted if they would take longer than so many seconds, but at least so many.
+_SECONDS, _LEAST = 30.0, 3
+# Seconds that a rank stays after its last collective.
+_LINGER_S = 1.0
+
+
+class Launched(Watch):
+    """Watches an exchange from its first step on; then rank 0 leaves the advice, and all ranks end."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange, FIRST)
+        self._first = True
+        leave(SEEN, "")
+
+    def begin(self) -> None:
+        """Note that a step begins. All ranks count alike, and so they end in the same step."""
+        super().begin()
+        if not self.complete:
+            return
+        try:
+            self._next()
+        except GraceError as error:
+            refuse(str(error))
+
+    def _next(self) -> None:
+        exchange = self.exchange
+        if self._first:
+            periods = exchange._gather([statistics.median(self.periods)], "advice", "the times of the first steps")
+            # Counts again, from nothing.
+            Watch.__init__(self, exchange, min(STEPS, max(_LEAST, int(_SECONDS / max(*periods, 1e-9)))))
+            self._first, self._begun = False, time.perf_counter()
+            return
+        advice = measure(self).advice()
+        if exchange.rank == 0:
+            leave(ADVICE, json.dumps({**advice.to_dict(), "text": str(advice), "toml": advice.toml}))
+        leave(MEASURED, "")
+        # No rank goes before all have what they need of it.
+        exchange._gather([0], "advice", "the end of the measurement")
+        # Who is done with this collective must not close connections that others still read.
+        time.sleep(_LINGER_S)
+        end()

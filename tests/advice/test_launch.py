@@ -1,0 +1,136 @@
+"""The command `grace advise`: it measures scripts of the user under their launchers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from grace import cli
+from grace.advice.candidates import changes
+from tests.support.launch import command, environment
+
+DDP = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+for step in range(int(os.environ.get("TRAINED", 1000))):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+print("trained to the end")
+dist.destroy_process_group()
+"""
+WITH_GRACE = DDP.replace("optimizer = ", "import grace; grace.torch.register(model, compressor='qsgd'); optimizer = ")
+HOROVOD = """
+import torch, horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+for step in range(1000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+print("trained to the end")
+"""
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+fully_shard(torch.nn.Linear(64, 64))
+print("trained to the end")
+"""
+
+
+def advised(folder, script, launcher, *options, **variables):
+    (folder / "train.py").write_text(script)
+    words = [*command(launcher, 2), sys.executable, "train.py"]
+    return subprocess.run(
+        [sys.executable, "-m", "grace", "advise", *options, "--", *words],
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.mark.distributed
+def test_a_script_with_ddp_is_measured_unchanged(tmp_path):
+    done = advised(tmp_path, DDP, "torchrun", "--json", "advice.json")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr[-4000:]
+    assert "trained to the end" not in done.stdout
+    found = json.loads((tmp_path / "advice.json").read_text())
+    assert done.stdout.startswith(found["sentence"])
+    rows = {row["label"]: row for row in found["rows"]}
+    assert set(rows) == {*changes(), "8 local steps"}
+    assert rows["none"]["measured"]
+    assert "AdamW" in rows["topk"]["reason"]
+    written = tmp_path / "grace.toml"
+    assert written.exists() == (found["best"] != "none")
+    assert ("register(model" in done.stdout) == written.exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "launcher", "measured"),
+    [(WITH_GRACE, "torchrun", "qsgd"), (HOROVOD, "horovodrun-gloo", "none"), (HOROVOD, "mpirun", "none")],
+    ids=["grace", "horovodrun", "mpirun"],
+)
+def test_other_scripts_and_launchers(script, launcher, measured, tmp_path):
+    done = advised(tmp_path, script, launcher, "--json", "advice.json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "trained to the end" not in done.stdout
+    found = json.loads((tmp_path / "advice.json").read_text())
+    assert [row["label"] for row in found["rows"] if row["measured"]] == [measured]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_scripts_that_cannot_be_measured_are_refused(tmp_path):
+    done = advised(tmp_path, SHARDED, "torchrun")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr[-4000:]
+    assert "grace: error: a model in FSDP2 cannot be measured in a script" in done.stderr
+    done = advised(tmp_path, DDP, "torchrun", TRAINED="9")
+    assert done.returncode == 2
+    assert "the script ended before enough steps were measured" in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "options", "status", "expected"),
+    [
+        ("print(1)", [], 2, "the script ended, and no exchange of gradients was seen"),
+        ("import sys; sys.exit(7)", [], 7, "the script ended with status 7 before it was measured"),
+        ("import os; os.kill(os.getpid(), 9)", [], 137, "the script ended with status 137"),
+        ("import time; time.sleep(60)", ["--timeout", "1"], 2, "the script took more than 1 s, and no exchange"),
+    ],
+)
+def test_a_script_without_an_exchange_ends_with_a_message(program, options, status, expected, tmp_path, capfd):
+    output = ["--output", str(tmp_path / "grace.toml")]
+    assert cli.main(["advise", *output, *options, "--", sys.executable, "-c", program]) == status
+    assert expected in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_the_users_sitecustomize_and_variables_reach_the_script(tmp_path, monkeypatch, capfd):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['MINE'] = 'loaded'")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{environment()['PYTHONPATH']}")
+    monkeypatch.setenv("GRACE_CONFIG", "mine.toml")
+    program = "import os; print(os.environ['MINE'], os.environ['GRACE_CONFIG'])"
+    assert cli.main(["advise", "--output", str(tmp_path / "new"), "--", sys.executable, "-c", program]) == 2
+    assert capfd.readouterr().out == "loaded mine.toml\n"
+
+
+def test_wrong_arguments_are_refused(tmp_path, capsys):
+    assert cli.main(["advise", "--", "no-such-program"]) == 2
+    assert "the program 'no-such-program' was not found" in capsys.readouterr().err
+    (tmp_path / "grace.toml").write_text('compressor = "topk"\n')
+    assert cli.main(["advise", "--output", str(tmp_path / "grace.toml"), "--", sys.executable]) == 2
+    assert "exists, and grace advise has not written it" in capsys.readouterr().err
