@@ -29,8 +29,8 @@ import torch
 from scipy.optimize import least_squares
 
 from grace.advice import accuracy
-from grace.advice.cost import Codecs, buckets, ddp_buckets
-from grace.advice.model import Link, Machine, Step, predict
+from grace.advice.cost import Codecs, buckets, ddp_buckets, ready_times
+from grace.advice.model import LATENCY, Link, Machine, Step, predict
 from grace.bench.frameworks import set_up
 from grace.bench.step.methods import COMPUTE, Method
 from grace.bench.step.models_torch import MODELS
@@ -50,8 +50,6 @@ ROUNDS, STEPS = 2, 3
 # The part of a step in which the forward pass runs.
 FORWARD = 1 / 3
 CORES = len(os.sched_getaffinity(0))
-# Seconds of a message on the test network, without the ranks' work for it.
-LATENCY = 25e-6
 
 
 class Constants(NamedTuple):
@@ -120,7 +118,7 @@ def predicted(cell, compute, specs, codecs, constants):
     """Return the seconds of a cell's step, from the compute of a rank that has a core of its own."""
     forward, backward = compute * FORWARD, compute * (1 - FORWARD)
     if cell.method == "ddp":
-        found = ddp_buckets(specs, backward)
+        found = ddp_buckets(specs, ready_times(specs, backward))
     else:
         config = make_config({**compressors.needed(cell.method), "compressor": cell.method})
         found = buckets(specs, config, cell.ranks, codecs.of(config, cell.ranks), backward)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from grace.advice.model import Bucket, Round
@@ -132,23 +131,18 @@ def buckets(specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Code
     Tensors become ready in reverse order, each after a time that is proportional to its elements. Raises ConfigError
     for a communicator of which the model does not know what it sends.
     """
-    names = {_communicator(spec, config, ranks) for spec in specs if spec.numel}
-    if unknown := sorted(names - LAWS.keys()):
+    names = {spec.name: _communicator(spec, config, ranks) for spec in specs}
+    if unknown := sorted({*names.values()} - LAWS.keys()):
         raise ConfigError(f"the cost model does not know the communicator {unknown[0]}; it knows {', '.join(LAWS)}.")
     plan = plans.make_plan(specs, config, ranks=_PLANNED)
-    ready = _ready(specs, backward)
+    ready = ready_times(specs, backward)
     found = []
     for bucket in plan.buckets:
         compressed = [unit for unit in bucket.units if not unit.dense]
-        name = _communicator_of(bucket.units[0], ranks)
+        # Planned for fewer ranks, a bucket may have another communicator.
+        name = names[bucket.units[0].pieces[0].tensor] if compressed else "allreduce"
         numel = sum(unit.spec.numel for unit in compressed)
-        nbytes = sum(_payload(unit, codec) for unit in bucket.units)
-        dense = sum(unit.spec.nbytes for unit in bucket.units)
-        # Proposals are summed in a round of their own, before anything is compressed.
-        proposed = float(sum(unit.negotiated_bytes for unit in compressed))
-        rounds = tuple(Round(*each) for each in LAWS[name](nbytes - proposed, ranks, dense))
-        if proposed:
-            rounds = (Round("allreduce", proposed), *rounds)
+        rounds = rounds_of(bucket, name, sum(_payload(unit, codec) for unit in bucket.units), ranks)
         at = max(ready[piece.tensor] for unit in bucket.units for piece in unit.pieces)
         # Planned for two ranks, each unit of two_shot has two shards.
         count = sum(0.5 if unit.onward else 1.0 for unit in compressed)
@@ -157,13 +151,24 @@ def buckets(specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Code
     return found
 
 
-def ddp_buckets(specs: Sequence[TensorSpec], backward: float) -> list[Bucket]:
-    """Return the buckets of plain DistributedDataParallel, which reduces float32 as it is."""
-    ready = _ready(specs, backward)
+def rounds_of(bucket: plans.Bucket, communicator: str, nbytes: float, ranks: int) -> tuple[Round, ...]:
+    """Return the rounds of a bucket with payloads and proposals of so many bytes; LAWS must have its communicator."""
+    dense = sum(unit.spec.nbytes for unit in bucket.units)
+    # Proposals are summed in a round of their own, before anything is compressed.
+    proposed = float(sum(unit.negotiated_bytes for unit in bucket.units))
+    rounds = tuple(Round(*each) for each in LAWS[communicator](nbytes - proposed, ranks, dense))
+    return (Round("allreduce", proposed), *rounds) if proposed else rounds
+
+
+def ddp_buckets(specs: Sequence[TensorSpec], ready: Mapping[str, float]) -> list[Bucket]:
+    """Return the buckets of plain DistributedDataParallel, which reduces gradients as they are.
+
+    `ready` has the seconds after which each gradient is there.
+    """
     found: list[Bucket] = []
     waiting, at = 0.0, 0.0
-    for spec in reversed(specs):
-        waiting, at = waiting + 4 * spec.numel, max(at, ready[spec.name])
+    for spec in sorted(specs, key=lambda spec: ready[spec.name]):
+        waiting, at = waiting + spec.nbytes, ready[spec.name]
         if waiting >= DDP_BYTES[bool(found)]:
             found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", waiting),)))
             waiting = 0.0
@@ -172,7 +177,8 @@ def ddp_buckets(specs: Sequence[TensorSpec], backward: float) -> list[Bucket]:
     return found
 
 
-def _ready(specs: Sequence[TensorSpec], backward: float) -> dict[str, float]:
+def ready_times(specs: Sequence[TensorSpec], backward: float) -> dict[str, float]:
+    """Return seconds by tensor: in reverse order, each after a time that is proportional to its elements."""
     total = sum(spec.numel for spec in specs)
     ends = itertools.accumulate(spec.numel for spec in reversed(specs))
     return {spec.name: backward * end / max(1, total) for spec, end in zip(reversed(specs), ends, strict=True)}
@@ -186,14 +192,6 @@ def _payload(unit: Unit, codec: Codec) -> float:
 def _communicator(spec: TensorSpec, config: Config, ranks: int) -> str:
     rule = config.rule_for(spec)
     item = Assignment(spec, rule.method if rule else config.method, index_coding=config.index_coding)
-    return communicators.name_of(item.method.communicator.resolve(item, Ranks(ranks))[0])
-
-
-def _communicator_of(unit: Unit, ranks: int) -> str:
-    """Return the communicator that carries a unit on so many ranks, although it was planned for fewer."""
-    item = Assignment(unit.spec, dataclasses.replace(unit.method, communicator=communicators.make("auto")))
-    if unit.dense:
-        return "allreduce"
     return communicators.name_of(item.method.communicator.resolve(item, Ranks(ranks))[0])
 
 

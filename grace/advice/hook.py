@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -83,12 +84,12 @@ class _Finder(MetaPathFinder):
 def _change_ddp(module: Any) -> None:
     """Let each model in DDP get an exchange in its first pass that trains, as late as its own hooks may come."""
     forward = module.DistributedDataParallel.forward
-    seen: set[int] = set()
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(forward)
     def registered(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(model) not in seen and model.training and module.torch.is_grad_enabled():
-            seen.add(id(model))
+        if model not in seen and model.training and module.torch.is_grad_enabled():
+            seen.add(model)
             with _refusing():
                 _register(model)
         return forward(model, *args, **kwargs)

@@ -31,6 +31,8 @@ class Link:
             )
 
 
+#: Seconds that a message takes beside its bytes, if nothing else is known: those of a common Ethernet.
+LATENCY = 25e-6
 # Bytes per second between which bandwidths are sought.
 SLOWEST, FASTEST = 1e3, 1e15
 # What a node does within itself, if nothing else is known: a third of what a PCIe 4.0 slot carries.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from grace.core.errors import ConfigError
 from grace.core.spec import Array
+from grace.core.transport.collectives import copies
 from grace.core.transport.transport import Transport
 
 # From 1 KiB to 16 MiB, by factors of four.
@@ -85,13 +86,8 @@ def measure(
         count = round(min(MOST, max(LEAST, SECONDS / mean(timed(x)))))
         seconds = mean(statistics.median(timed(x) for _ in range(count)))
         nbytes = size // _ELEMENT * _ELEMENT
-        points.append(Point(nbytes, seconds, nbytes / seconds, ring(ranks) * nbytes / seconds))
+        points.append(Point(nbytes, seconds, nbytes / seconds, float(copies("allreduce", ranks)) * nbytes / seconds))
     return points
-
-
-def ring(ranks: int) -> float:
-    """Return how many times a byte of an allreduce leaves each rank of a ring: 2 (n - 1) / n."""
-    return 2 * (ranks - 1) / ranks
 
 
 def fit(points: Sequence[Point], ranks: int) -> Fit:
@@ -104,7 +100,9 @@ def fit(points: Sequence[Point], ranks: int) -> Fit:
         raise ConfigError("bandwidth and latency follow from two sizes or more; measure more sizes.")
     messages = 2 * (ranks - 1)
     # Each row is divided by its time, so that short allreduces count as much as long ones.
-    rows = [(messages / seconds, ring(ranks) * nbytes / seconds) for nbytes, seconds, *_ in points]
+    rows = [
+        (messages / seconds, float(copies("allreduce", ranks)) * nbytes / seconds) for nbytes, seconds, *_ in points
+    ]
     aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (math.fsum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from grace.advice.accuracy import ACCURACY
-from grace.advice.model import Bucket, Link, Machine, Prediction, Step, bandwidth_for, break_even, predict
+from grace.advice.model import (
+    INSIDE,
+    LATENCY,
+    Bucket,
+    Link,
+    Machine,
+    Prediction,
+    Step,
+    bandwidth_for,
+    break_even,
+    predict,
+)
 from grace.bench.command import add_variants, check_writable
 from grace.bench.step.network import rate_of
 from grace.bench.variants import Variant, import_own, parse_variants
@@ -26,8 +37,6 @@ from grace.core.spec import TensorSpec
 COMPRESSORS = ("qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
 # Always in the table: uncompressed gradients, which is what DDP sends, and 16 bits, which cost nothing to try.
 ALWAYS = ("none", "fp16")
-# Seconds of a message, if --link names none: those of a common Ethernet.
-LATENCY = 25e-6
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
 # A method pays if it is predicted to be at least so many times as fast as no compression.
 PAYS = 1.05
@@ -218,12 +227,12 @@ def answer_of(
 
 
 def _step(model: Model, variant: Variant, ranks: int, codecs: Any, backwards: int, every: int, faster: float) -> Step:
-    from grace.advice.cost import buckets, ddp_buckets
+    from grace.advice.cost import buckets, ddp_buckets, ready_times
 
     forward, backward = model.compute * FORWARD, model.compute * (1 - FORWARD)
     found: Sequence[Bucket]
     if variant.label == "none":
-        found = ddp_buckets(model.specs, backward)
+        found = ddp_buckets(model.specs, ready_times(model.specs, backward))
     else:
         config = make_config(variant.config())
         found = [
@@ -237,7 +246,7 @@ def _step(model: Model, variant: Variant, ranks: int, codecs: Any, backwards: in
 
 
 def _machines(args: argparse.Namespace) -> list[Machine]:
-    link, inside = _link(args.link), _link(args.inside)
+    link, inside = _link(args.link, "--link", LATENCY), _link(args.inside, "--inside", INSIDE.latency)
     if args.nodes:
         found = re.fullmatch(r"(\d+)x(\d+)", args.nodes)
         if not found or not int(found[1]) or not int(found[2]):
@@ -267,12 +276,13 @@ def _powers(first: int, last: int) -> list[int]:
     return [*found, last]
 
 
-def _link(text: str) -> Link:
+def _link(text: str, option: str, usual: float) -> Link:
+    """Return the link of an argument; `usual` is its latency if the text names none."""
     rate, _, latency = text.partition(":")
     bits = rate_of(rate)
     if bits is None:
-        raise ConfigError(f"--link: expected a rate such as 10gbit, received '{text}'.")
-    return Link(bits / 8, _seconds(latency, "--link") if latency else LATENCY)
+        raise ConfigError(f"{option}: expected a rate such as 10gbit, received '{text}'.")
+    return Link(bits / 8, _seconds(latency, option) if latency else usual)
 
 
 def _seconds(text: str, option: str) -> float:

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grace.advice.model import LATENCY
 from grace.core.transport.collectives import KINDS, Kind, copies
 
 # Links in Gbit/s: those of the GRACE paper.
 LINKS = (1, 10, 25)
-# Seconds that a message takes beside its bytes.
-LATENCY = 25e-6
 # Compute and codecs are those of one core, or of a device that is so many times as fast, as the paper's GPUs are.
 FASTER = (1, 100)
 

@@ -47,12 +47,25 @@ def test_a_proposal_has_a_round_of_its_own():
     ]
 
 
+def test_a_communicator_that_the_configuration_names_carries_the_buckets():
+    named = make_config({"compressor": "qsgd", "communicator": "allgather", "default_rules": False})
+    for ranks in (2, 8):
+        found = cost.buckets(SPECS, named, ranks, NONE, 1.0)
+        assert {r.kind for bucket in found for r in bucket.rounds} == {"allgather"}
+        payloads = sum(r.nbytes for bucket in found for r in bucket.rounds)
+        assert leaving(found, ranks) == pytest.approx((ranks - 1) * payloads)
+    # By itself, qsgd takes two_shot on many ranks.
+    alone = cost.buckets(SPECS, make_config({"compressor": "qsgd", "default_rules": False}), 8, NONE, 1.0)
+    assert {r.kind for bucket in alone for r in bucket.rounds} == {"alltoall", "allgather"}
+
+
 def test_buckets_become_ready_in_reverse_order_of_the_tensors():
     found = cost.buckets(SPECS, make_config({"compressor": "qsgd", "bucket_bytes": 4096}), 2, NONE, 1.0)
     times = [bucket.ready for bucket in found]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(1.0)
-    plain = cost.ddp_buckets([TensorSpec(f"w{i}", (1024, 1024)) for i in range(20)], 1.0)
+    specs = [TensorSpec(f"w{i}", (1024, 1024)) for i in range(20)]
+    plain = cost.ddp_buckets(specs, cost.ready_times(specs, 1.0))
     sizes = [bucket.rounds[0].nbytes for bucket in plain]
     # The first tensor fills DDP's small bucket, and seven the others.
     assert sizes == [4 * 2**20, 28 * 2**20, 28 * 2**20, 20 * 2**20]

@@ -30,6 +30,7 @@ HOROVOD = """
 import torch, horovod.torch as hvd
 hvd.init()
 model = torch.nn.Linear(64, 64)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 for step in range(1000):
