@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from typing import Any
 
 #: The environment variable with the folder in which ranks leave what they have to say.
 FOLDER = "GRACE_ADVISE"
-#: The file of each kind in that folder.
-ADVICE, REFUSED, SEEN, MEASURED = "advice.json", "refused", "seen", "measured"
+#: The file of each kind in that folder. FIRST says that rank 0, which leaves the advice, is on this node.
+ADVICE, REFUSED, FIRST, SEEN, MEASURED = "advice.json", "refused", "first", "seen", "measured"
 # How to measure what has no exchange that can be watched.
 _OTHERWISE = "measure it by grace bench step, or estimate it by grace what-if."
 
@@ -32,8 +33,8 @@ def leave(kind: str, text: str) -> None:
     os.replace(part, path)
 
 
-def end() -> None:
-    """End this rank without an error, and without what the script would do at its end, such as save a model."""
+def end(status: int = 0) -> None:
+    """End this rank without what the script would do at its end, such as save a model."""
     horovod = sys.modules.get("horovod.torch")
     if horovod is not None and horovod.is_initialized():
         horovod.shutdown()
@@ -43,13 +44,24 @@ def end() -> None:
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def refuse(reason: str) -> None:
-    """Leave the reason for which there is no advice, and end this rank."""
+    """Leave the reason for which there is no advice, and end this rank; the command ends the others."""
     leave(REFUSED, reason)
     end()
+
+
+def fail(rank: int, error: Exception) -> None:
+    """Leave the error of a measurement, and end this rank with an error, so that launchers end the others.
+
+    The first error of a node stays: others follow from it.
+    """
+    if not os.path.exists(os.path.join(os.environ[FOLDER], REFUSED)):
+        leave(REFUSED, f"rank {rank} failed while it was measured: {type(error).__name__}: {error}")
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def install(file: str) -> None:

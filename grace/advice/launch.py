@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grace.advice.candidates import NONE
-from grace.advice.hook import ADVICE, FOLDER, MEASURED, REFUSED, SEEN
+from grace.advice.hook import ADVICE, FIRST, FOLDER, MEASURED, REFUSED, SEEN
 from grace.bench.command import INTERRUPTED
 from grace.bench.step.command import ended_by_signals
 from grace.core.config.config import ENVIRONMENT_VARIABLE
@@ -25,6 +26,8 @@ from grace.core.errors import ConfigError, GraceError
 
 # Seconds that a launcher has to end its ranks.
 _PATIENCE_S = 40.0
+# Seconds between two looks at what the ranks have left, and those that a launcher has after a rank cannot go on.
+_LOOK_S, _REFUSED_S = 0.2, 3.0
 # The first line of a file that may be replaced.
 _MARK = "# Written by grace advise."
 _CUSTOMIZE = '"""Written by grace advise."""\n\nfrom grace.advice.hook import install\n\ninstall(__file__)\n'
@@ -69,11 +72,13 @@ def run_advise(args: argparse.Namespace) -> int:
         left = {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path.is_file()}
     if REFUSED in left:
         raise GraceError(left[REFUSED])
-    if ADVICE not in left:
-        if MEASURED in left:
-            print("Measured. The command that has started rank 0 prints the advice.")
-            return 0
+    if ADVICE not in left and (FIRST in left or MEASURED not in left or status):
         return _without(status, SEEN in left, args.timeout)
+    if status:
+        return _failed(status, "after")
+    if ADVICE not in left:
+        print("Measured. The command that has started rank 0 prints the advice.")
+        return 0
     found = json.loads(left[ADVICE])
     print(found.pop("text"))
     print(f"\n{_what_to_do(found, args)}")
@@ -87,9 +92,14 @@ def _run(program: Sequence[str], folder: str, timeout: float) -> int | None:
     paths = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, FOLDER: folder}
     process = subprocess.Popen(program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    until = time.monotonic() + timeout
     try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
+        while time.monotonic() < until:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOK_S)
+            if os.path.exists(os.path.join(folder, REFUSED)):
+                # The other ranks may wait for the one that has left it.
+                until = min(until, time.monotonic() + _REFUSED_S)
         return None
     finally:
         _end(process)
@@ -104,12 +114,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_PATIENCE_S)
 
 
+def _failed(status: int, when: str) -> int:
+    """Say that the script has failed, and return its status as a shell does."""
+    number = status if status > 0 else 128 - status
+    print(f"grace advise: the script ended with status {number} {when} it was measured", file=sys.stderr)
+    return number
+
+
 def _without(status: int | None, seen: bool, timeout: float) -> int:
     """Say why there is no advice, and return the status of a script that failed; raise GraceError for others."""
     if status:
-        number = status if status > 0 else 128 - status
-        print(f"grace advise: the script ended with status {number} before it was measured", file=sys.stderr)
-        return number
+        return _failed(status, "before")
     ended = f"took more than {timeout:.4g} s" if status is None else "ended"
     if seen:
         raise GraceError(

@@ -8,15 +8,14 @@ import time
 from typing import TYPE_CHECKING
 
 from grace.advice.advise import measure
-from grace.advice.hook import ADVICE, MEASURED, SEEN, end, leave, refuse
+from grace.advice.hook import ADVICE, FIRST, MEASURED, SEEN, end, fail, leave
 from grace.advice.watch import Watch
-from grace.core.errors import GraceError
 
 if TYPE_CHECKING:
     from grace.core.session.exchange import Exchange
 
 #: The first steps, in which buffers and connections are made, are not counted; so many after them are.
-FIRST, STEPS = 5, 20
+WARM, STEPS = 5, 20
 # Fewer steps are counted if they would take longer than so many seconds, but at least so many.
 _SECONDS, _LEAST = 30.0, 3
 # Seconds that a rank stays after its last collective.
@@ -27,9 +26,11 @@ class Launched(Watch):
     """Watches an exchange from its first step on; then rank 0 leaves the advice, and all ranks end."""
 
     def __init__(self, exchange: Exchange) -> None:
-        super().__init__(exchange, FIRST)
+        super().__init__(exchange, WARM)
         self._first = True
         leave(SEEN, "")
+        if exchange.rank == 0:
+            leave(FIRST, "")
 
     def begin(self) -> None:
         """Note that a step begins. All ranks count alike, and so they end in the same step."""
@@ -38,8 +39,9 @@ class Launched(Watch):
             return
         try:
             self._next()
-        except GraceError as error:
-            refuse(str(error))
+        except Exception as error:
+            # Other ranks wait for this one, and a script may catch what it does not know.
+            fail(self.exchange.rank, error)
 
     def _next(self) -> None:
         exchange = self.exchange

@@ -39,6 +39,21 @@ for step in range(1000):
     optimizer.step()
 print("trained to the end")
 """
+FAILING = DDP.replace(
+    "model = ",
+    """from grace.advice.watch import Watch
+def fails(*_):
+    raise RuntimeError("broken here")
+if os.environ["RANK"] == "1":
+    Watch.figures = fails
+model = """,
+)
+# What ranks leave for the command.
+LEAVE = """import os
+for kind in {}:
+    with open(os.path.join(os.environ['GRACE_ADVISE'], kind), "w") as file:
+        file.write("left by a rank")
+"""
 SHARDED = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -103,6 +118,13 @@ def test_scripts_that_cannot_be_measured_are_refused(tmp_path):
     assert "the script ended before enough steps were measured" in done.stderr
 
 
+@pytest.mark.distributed
+def test_an_error_of_one_rank_ends_all_of_them(tmp_path):
+    done = advised(tmp_path, FAILING, "torchrun")
+    assert done.returncode == 2
+    assert "grace: error: rank 1 failed while it was measured: RuntimeError: broken here" in done.stderr
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "options", "status", "expected"),
@@ -111,12 +133,24 @@ def test_scripts_that_cannot_be_measured_are_refused(tmp_path):
         ("import sys; sys.exit(7)", [], 7, "the script ended with status 7 before it was measured"),
         ("import os; os.kill(os.getpid(), 9)", [], 137, "the script ended with status 137"),
         ("import time; time.sleep(60)", ["--timeout", "1"], 2, "the script took more than 1 s, and no exchange"),
+        # One rank has left a reason, and the others wait for it.
+        (LEAVE.format(["refused"]) + "import time; time.sleep(60)", [], 2, "grace: error: left by a rank"),
+        # All but rank 0 were measured.
+        (LEAVE.format(["seen", "first", "measured"]), [], 2, "the script ended before enough steps were measured"),
+        (LEAVE.format(["seen", "measured"]) + "import sys; sys.exit(3)", [], 3, "the script ended with status 3"),
     ],
 )
 def test_a_script_without_an_exchange_ends_with_a_message(program, options, status, expected, tmp_path, capfd):
     output = ["--output", str(tmp_path / "grace.toml")]
     assert cli.main(["advise", *output, *options, "--", sys.executable, "-c", program]) == status
     assert expected in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_the_command_of_another_node_says_who_has_the_advice(tmp_path, capfd):
+    program = LEAVE.format(["seen", "measured"])
+    assert cli.main(["advise", "--output", str(tmp_path / "new"), "--", sys.executable, "-c", program]) == 0
+    assert "The command that has started rank 0 prints the advice." in capfd.readouterr().out
 
 
 @pytest.mark.processes
