@@ -27,6 +27,7 @@ from grace.core.session.start import check_auto, check_predivide, describe, is_m
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import (
     Gradient,
+    before_graphs,
     common_kinds,
     device_of,
     inside,
@@ -215,7 +216,7 @@ class Exchange(core.Exchange, tf.Module):
             TensorSpec(name, tuple(v.shape), self._dtype_of(v), device_of(v), sparse=rows)
             for name, v, rows in zip(names, variables, sparse, strict=True)
         ]
-        with tf.init_scope():
+        with before_graphs():
             self._specs = tuple(specs)
             self._watched = tuple(weakref.ref(inside(v)) for v in variables)
             self.rank, self.ranks = self._rank_of_ranks()
@@ -477,7 +478,7 @@ class Exchange(core.Exchange, tf.Module):
         """Return the step for these gradients, after the ranks have agreed on it."""
         failure, step = self._objection(gradients), self._step
         if step is None:
-            with tf.init_scope():
+            with before_graphs():
                 step = self._start(gradients, failure, zeros)
         if failure is not None:
             raise failure

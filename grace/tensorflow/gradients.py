@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -12,6 +13,20 @@ from grace.core.errors import MismatchError
 from grace.core.spec import TensorSpec
 
 Gradient = tf.Tensor | tf.IndexedSlices
+
+
+@contextmanager
+def before_graphs() -> Iterator[None]:
+    """Leave the graphs that are being traced: what runs within is eager, and its variables belong to no graph.
+
+    A `tf.function` that makes a variable in its first trace is traced twice, unless the variable says not to be lifted.
+    """
+
+    def make(creator: Any, **options: Any) -> tf.Variable:
+        return creator(**{**options, "experimental_enable_variable_lifting": False})
+
+    with tf.init_scope(), tf.variable_creator_scope(make):
+        yield
 
 
 def inside(variable: Any) -> tf.Variable:

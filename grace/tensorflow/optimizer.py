@@ -30,7 +30,7 @@ from grace.core.session.outer_setup import check_inner, check_outer, refuse_argu
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
-from grace.tensorflow.gradients import Gradient, inside
+from grace.tensorflow.gradients import Gradient, before_graphs, inside
 from grace.tensorflow.outer import OuterVariables, check_states
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport, check_process
@@ -325,7 +325,7 @@ class Exchanges:
             return self._trainable_variables
         variables = list(variables)
         if not self.built:
-            with keras.name_scope(self.name):
+            with keras.name_scope(self.name), before_graphs():
                 self.build(variables)
         self._check_variables_are_known(variables)
         return variables

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from grace.core.observe.statistics import Notes
 from grace.core.plan.plan import Plan
 from grace.core.state.states import UnitStates
+from grace.tensorflow.gradients import before_graphs
 
 
 class StateVariable(NamedTuple):
@@ -24,12 +24,9 @@ class StateVariable(NamedTuple):
 
 
 def made_outside(shape: Any, dtype: tf.DType) -> tf.Variable:
-    """Return a variable of zeros that no graph knows to be made while it is traced.
-
-    TensorFlow would trace a function twice that makes an ordinary variable.
-    """
-    with tf.init_scope():
-        return ResourceVariable(tf.zeros(shape, dtype), trainable=False)
+    """Return a variable of zeros that belongs to no graph."""
+    with before_graphs():
+        return tf.Variable(tf.zeros(shape, dtype), trainable=False)
 
 
 class Stage:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from grace.tensorflow import BroadcastGlobalVariablesCallback, MetricAverageCallback, StatisticsCallback
 from tests.adapters.tensorflow.loss_scaling_scenarios import mixed_float16, scaled, states
 from tests.adapters.tensorflow.model import PROCESS_SETS, digest, sgd, wrap
-from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples
+from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples, traces_of
 
 
 class Look(keras.callbacks.Callback):
@@ -148,6 +148,7 @@ def statistics() -> dict[str, Any]:
     for norms in (False, True):
         # In a unit with other tensors, all elements of a bias may be sent. So use one unit per layer.
         model, optimizer = net(), wrap({**TOPK, "granularity": "layer"})
+        traces = traces_of(model)
         early = error_of(optimizer.grace.stats), error_of(optimizer.grace.report)
         optimizer.grace.track_norms = norms
         model.compile(optimizer, "mse", steps_per_execution=3 if norms else 1)
@@ -158,6 +159,7 @@ def statistics() -> dict[str, Any]:
         stats = optimizer.grace.stats()
         results["with norms" if norms else "without"] = {
             "early": early,
+            "traces": len(traces),
             "late": error_of(lambda o=optimizer: setattr(o.grace, "track_norms", True)),
             "history": {key: values for key, values in history.items() if key.startswith("grace")},
             "written": written,

@@ -14,7 +14,7 @@ import tensorflow as tf
 import grace
 from grace.tensorflow.optim import Lamb, Lans, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.adapters.tensorflow.model import digest
-from tests.adapters.tensorflow.usage_model import applying, by_hand, error_of, fit, gradients, net, samples
+from tests.adapters.tensorflow.usage_model import applying, by_hand, error_of, fit, gradients, net, samples, traces_of
 from tests.support.cases import LAYERS
 from tests.support.covering import ALL
 from tests.support.one_bit import MomentaOfThePaper
@@ -65,6 +65,7 @@ def compared(
     """Train by `fit` beside a reference, and go on from files that were saved before some of the steps."""
     model, off, after, saved = net(), [], [], {}
     model.compile(make(), "mse")
+    traces = traces_of(model)
     with tempfile.TemporaryDirectory() as folder:
         for step in range(steps):
             if step in loaded:
@@ -80,7 +81,8 @@ def compared(
                 fit(again, steps - step, start=step)
                 same = [digest(x) == digest(y) for x, y in zip(kept(again), kept(model), strict=True)]
                 resumed.append(all(same) or f"{way}, {step}")
-    return {"off": off, "after": after, "resumed": resumed, "stats": model.optimizer.grace.stats()}
+    stats = model.optimizer.grace.stats()
+    return {"off": off, "after": after, "resumed": resumed, "traces": len(traces), "stats": stats}
 
 
 def save(model: keras.Model, path: str) -> tuple[str, str]:

@@ -238,6 +238,7 @@ def test_batches_of_any_size_use_one_trace_and_the_order_of_traces_does_not_matt
     assert same(ranks)
     assert ranks[0]["traces of fit"] == 1
     assert ranks[0]["traces of steps"] == 1
+    assert ranks[0]["traces of the function"] == 2
     assert len(ranks[0]["collectives"]) > 1
 
 

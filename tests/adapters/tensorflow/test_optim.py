@@ -21,6 +21,7 @@ def test_one_bit_optimizers_of_keras_are_those_of_the_papers(launch, scaled):
         assert rank["frozen"]
         for name in ("adam", *(["lamb"] if scaled else [])):
             assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])
+            assert rank[name]["traces"] == 1, name
             assert all(again is True for again in rank[name]["resumed"]), name
             assert rank[name]["after"] == ranks[0][name]["after"]
         assert rank["adam"]["resumed"]
@@ -35,6 +36,7 @@ def test_zero_one_adam_of_keras_is_that_of_the_paper(launch):
     for rank in ranks:
         assert max(rank["off"]) < 1e-5, rank["off"]
         assert set(rank["resumed"]) == {True}
+        assert rank["traces"] == 1
         # Four steps before the freeze, and the meetings after it.
         assert rank["stats"]["step"] == 7
     apart = [len({rank["after"][step] for rank in ranks}) for step in range(9)]

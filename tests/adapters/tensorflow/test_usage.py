@@ -254,6 +254,7 @@ def test_statistics_reach_history_and_tensorboard(launch):
         }.items():
             result = rank[label]
             assert sorted(result["history"]) == expected, label
+            assert result["traces"] == 1, label
             assert result["written"] == [f"epoch_{key}" for key in expected], label
             assert result["history"]["grace_wire_bytes"] == [432, 432]
             assert result["history"]["grace_dense_bytes"] == [848, 848]

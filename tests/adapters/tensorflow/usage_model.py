@@ -52,6 +52,19 @@ def fit(model: keras.Model, steps: int, *, alone: bool = False, start: int = 0, 
     return model.fit(x[start * size :], y[start * size :], batch_size=size, **options)
 
 
+def traces_of(model: keras.Model) -> list[None]:
+    """Return a list that grows with every trace of the model's train_step."""
+    traces: list[None] = []
+    train_step = model.train_step
+
+    def traced(data: Any) -> Any:
+        traces.append(None)
+        return train_step(data)
+
+    model.train_step = traced
+    return traces
+
+
 def gradients(model: keras.Model, x: Any, y: Any) -> list[tf.Tensor]:
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(x) - y))
