@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
 from grace.advice.accuracy import ACCURACY
 from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
+from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
 from grace.advice.model import Link, Machine, Step, break_even, predict
 from grace.advice.watch import Watch
 from grace.core.config.recommended import Optimizer
-from grace.core.errors import ConfigError, StepError
+from grace.core.errors import ConfigError, IncompatibleError, StepError
 from grace.core.observe.announcement import in_units
+from grace.core.plan.plan import Plan
 
 if TYPE_CHECKING:
     from grace.core.session.exchange import Exchange
@@ -35,9 +37,9 @@ _UNKNOWN = (
 class Row:
     """A candidate: seconds of a step, bytes that a rank sends in it, risk, and what a configuration changes for it.
 
-    `error` is |x - C(x)|^2 / |x|^2 on gradients of the job; None if it is not known. `break_even` are the bytes per
-    second of a link from which on `none` is as fast, if there is one. `measured` says that `seconds`
-    were measured rather than predicted.
+    `changes` is empty for what is no configuration. `error` is |x - C(x)|^2 / |x|^2 on gradients of the job; None if it
+    is not known. `break_even` are the bytes per second of a link from which on `none` is as fast, if there is one.
+    `measured` says that `seconds` were measured rather than predicted.
     """
 
     label: str
@@ -156,20 +158,34 @@ class Figures:
             for label, codec in everyone[0]["codecs"].items()
             if label not in self.left_out
         }
+        self.waits = any(rank["waits"] for rank in everyone)
         # Of the rank that knows most: some may have seen no step of an optimizer.
         self.optimizers = [Optimizer(*o) for o in max((rank["optimizers"] for rank in everyone), key=len)]
         made = candidates(exchange.config)
-        self._plans = {label: exchange._plan_of(made[label]) for label in [NONE, *self.codecs]}
+        self._plans: dict[str, Plan] = {}
+        for label in [NONE, *self.codecs]:
+            try:
+                self._plans[label] = exchange._plan_of(made[label])
+            except (ConfigError, IncompatibleError) as reason:
+                # What the framework's sharding does not allow.
+                self.left_out[label] = str(reason)
         #: The candidate that the job had while it was measured; None if it had another method.
         self.now = next((label for label in self._plans if made[label].method == exchange.config.method), None)
-        if self.now not in (None, NONE):
+        if self.now not in (None, NONE) and not self.waits:
             # What the codec takes during the backward pass is part of the measured time.
             before = sum(bucket.before for bucket in self.step(self.now).buckets)
             self.compute = max(self.compute - before, 0.0)
+        if self.now is not None and self.waits:
+            # What the link does not explain, such as ranks that wait for each other, remains with every candidate.
+            step = self.step(self.now)
+            explained = predict(step, self.machine(link)).seconds - step.compute
+            self.compute = max(self.compute, self.period - explained)
 
     def step(self, label: str) -> Step:
         """Return the step with a candidate; what is computed outside of the backward pass counts as its update."""
-        buckets = buckets_of(self._plans[label], self.ready, self.codecs.get(label, {}), self.ranks)
+        plan, codec = self._plans[label], self.codecs.get(label, {})
+        modules = self._exchange._modules_for(self._exchange.ranks)
+        buckets = buckets_of(plan, self.ready, codec, self.ranks, modules, waits=self.waits)
         backward = max(self.ready.values(), default=0.0)
         return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets))
 
@@ -194,20 +210,46 @@ class Figures:
             seconds, nbytes = known.get(label, self.seconds(label, link)), self._plans[label].wire_bytes
             even = None if label == NONE else break_even(self.step(label), self.step(NONE), self.machine(link))
             rows.append(Row(label, seconds, nbytes, *risk, error, change, even, label in known))
-        dense, alone = self._plans[NONE].wire_bytes, self.compute
-        local = {"compressor": "none", "outer": {"every": LOCAL_STEPS}}
-        # All weights meet after the step, where nothing hides their exchange.
-        each = alone + self.machine(link).seconds("allreduce", dense) / LOCAL_STEPS
-        reason = "each rank steps on its own in between, see docs/outer_steps.md"
-        rows.append(Row(f"{LOCAL_STEPS} local steps", each, dense / LOCAL_STEPS, 2, reason, None, local))
+        if gathers := self._exchange.gathers():
+            rows.append(self._less_sharding(gathers, known.get(NONE, self.seconds(NONE, link)), link))
+        else:
+            rows.append(self._local_steps(link))
         return Advice(
             tuple(rows), best_of(rows), self.compute, (self.band[0], self.band[1]), self.ranks, link, self.left_out
         )
 
+    def _local_steps(self, link: Link) -> Row:
+        """Return the row of ranks that step on their own, without compression."""
+        dense = self._plans[NONE].wire_bytes
+        # All weights meet after the step, where nothing hides their exchange.
+        seconds = self.compute + self.machine(link).seconds("allreduce", dense) / LOCAL_STEPS
+        changes = {"compressor": "none", "outer": {"every": LOCAL_STEPS}}
+        reason = "each rank steps on its own in between, see docs/outer_steps.md"
+        return Row(f"{LOCAL_STEPS} local steps", seconds, dense / LOCAL_STEPS, 2, reason, None, changes)
+
+    def _less_sharding(self, gathers: Sequence[tuple[int, int]], seconds: float, link: Link) -> Row:
+        """Return the row of a model that FSDP shards less, from the seconds of its step without compression.
+
+        Parameters are then gathered once a step instead of twice. If they are already, each rank has all of them.
+        """
+        machine, twice = self.machine(link), [nbytes for nbytes, times in gathers if times > 1]
+        spared = twice or [nbytes for nbytes, _ in gathers]
+        saved = sum(machine.seconds("allgather", nbytes / self.ranks) for nbytes in spared)
+        more = in_units(round(sum(spared) * (1 - 1 / self.ranks)))
+        if twice:
+            seconds = max(0.0, seconds - saved)
+            reason = f"reshard_after_forward=False trains as before, with {more} more of parameters in memory"
+        else:
+            step, specs = self.step(NONE), [item.spec for item in self._plans[NONE].assignments]
+            update, buckets = max(0.0, step.update - saved), tuple(ddp_buckets(specs, self.ready))
+            seconds = predict(replace(step, update=update, buckets=buckets), machine).seconds
+            reason = f"DDP trains as before, with {more} more of parameters in memory, and what the optimizer keeps"
+        return Row("less sharding", seconds, self._plans[NONE].wire_bytes, 0, reason, None, {})
+
 
 def best_of(rows: Iterable[Row]) -> str:
     """Return the label of the gentlest row within 3 % of the fastest one, among those of no or low risk."""
-    safe = [row for row in rows if row.grade <= RISKS.index("low")]
+    safe = [row for row in rows if row.changes and row.grade <= RISKS.index("low")]
     fastest = min(row.seconds for row in safe)
     return next(row.label for row in safe if row.seconds <= fastest * (1 + CLOSE))
 
@@ -218,7 +260,9 @@ def measure_link(exchange: Exchange, sizes: Sequence[int] = SIZES) -> Link:
     points = probe.measure(
         probe.over(exchange.run.transport), lambda n: ops.zeros(n, "float32"), exchange.size, sizes=sizes
     )
-    return Link(*probe.fit(points, exchange.size))
+    mine = list(probe.fit(points, exchange.size))
+    # Of replicas, each part of a model has a link of its own.
+    return Link(*map(_mean, zip(*exchange.everyone(mine, "advice", "the link"), strict=True)))
 
 
 def advise(exchange: Exchange, steps: int) -> Advice | None:
@@ -228,9 +272,9 @@ def advise(exchange: Exchange, steps: int) -> Advice | None:
         raise ConfigError(f"{where}: expected at least 1 step, received {steps}.")
     if not exchange.watches or exchange.outers or exchange.config.auto or exchange.size < 2:
         raise StepError(
-            f"{where}: expected an exchange of gradients by DDP, a plain model, a wrapped PyTorch optimizer or mpi4py, "
-            "on at least 2 ranks and with a named compressor; received outer steps, the compressor 'auto', a single "
-            "rank, or FSDP2, TensorFlow or a simulation. Measure these by `grace bench step`."
+            f"{where}: expected an exchange of gradients by DDP, FSDP2, a plain model, a wrapped PyTorch optimizer or "
+            "mpi4py, on at least 2 ranks and with a named compressor; received outer steps, the compressor 'auto', a "
+            "single rank, or TensorFlow or a simulation. Measure these by `grace bench step`."
         )
     watch = exchange.advisor
     if watch is None:
@@ -246,7 +290,7 @@ def measure(watch: Watch) -> Figures:
     exchange = watch.exchange
     link = measure_link(exchange)
     mine = watch.figures({k: c for k, c in candidates(exchange.config).items() if k != NONE})
-    return Figures(exchange, exchange._gather([mine], "advice", "the measurements for advice"), link)
+    return Figures(exchange, exchange.everyone(mine, "advice", "the measurements for advice"), link)
 
 
 def _mean(values: Iterable[float]) -> float:

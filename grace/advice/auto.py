@@ -59,15 +59,17 @@ class Auto(Watch):
         }
 
     def begin(self) -> None:
-        """Note that a step begins, and decide if it is time. All ranks decide in the same step."""
+        """Note that a step begins."""
         super().begin()
         if self._skipped:
             self._skipped -= 1
             self.periods.clear()
-        elif self.complete and self.exchange.size > 1:
+
+    def decide(self) -> None:
+        """Decide if it is time. All ranks decide between the same two steps."""
+        if self.complete and self.exchange.size > 1:
             self._act()
             self.clear()
-            self._begun = time.perf_counter()
 
     def _act(self) -> None:
         if self._figures is None:
@@ -145,7 +147,7 @@ class Auto(Watch):
         return self._mean(statistics.median(self.periods))
 
     def _mean(self, mine: float) -> float:
-        return statistics.fmean(self.exchange._gather([mine], "auto", "the times of steps"))
+        return statistics.fmean(self.exchange.everyone(mine, "auto", "the times of steps"))
 
     def _take(self, label: str, why: str) -> None:
         """Change to a candidate on all ranks, and tell the user on rank 0."""

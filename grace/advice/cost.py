@@ -201,6 +201,7 @@ LAWS: dict[str, Callable[[float, int, float], list[tuple[Kind, float]]]] = {
     "allreduce": lambda payload, n, dense: [("allreduce", payload)],
     "allgather": lambda payload, n, dense: [("allgather", payload)],
     "broadcast": lambda payload, n, dense: [("allgather", payload)],
+    "reduce_scatter": lambda payload, n, dense: [("alltoall", payload * (n - 1) / n)],
     "two_shot": lambda payload, n, dense: [("alltoall", payload * (n - 1) / n), ("allgather", payload / n)],
     "sparse_allreduce": lambda payload, n, dense: [
         ("alltoall", payload * (n - 1) / n),

@@ -18,8 +18,9 @@ from typing import Any
 
 #: The environment variable with the folder in which ranks leave what they have to say.
 FOLDER = "GRACE_ADVISE"
-#: The file of each kind in that folder. FIRST says that rank 0, which leaves the advice, is on this node.
-ADVICE, REFUSED, FIRST, SEEN, MEASURED = "advice.json", "refused", "first", "seen", "measured"
+#: The file of each kind in that folder. FIRST says that rank 0, which leaves the advice, is on this node, and LINE has
+#: the line with which the script would use grace.
+ADVICE, REFUSED, FIRST, LINE, SEEN, MEASURED = "advice.json", "refused", "first", "line", "seen", "measured"
 # How to measure what has no exchange that can be watched.
 _OTHERWISE = "measure it by grace bench step, or estimate it by grace what-if."
 
@@ -103,18 +104,19 @@ def _change_ddp(module: Any) -> None:
         if model not in seen and model.training and module.torch.is_grad_enabled():
             seen.add(model)
             with _refusing():
-                _register(model)
+                _register(model, "after the model is wrapped in DistributedDataParallel")
         return forward(model, *args, **kwargs)
 
     module.DistributedDataParallel.forward = registered
 
 
-def _register(model: Any) -> None:
+def _register(model: Any, where: str) -> None:
     import grace
     from grace.torch.model import is_registered
 
     if not is_registered(model.parameters()):
         grace.torch.register(model, compressor="none")
+        leave(LINE, f"Add one line {where}:\n\n    grace.torch.register(model, {{file}})")
 
 
 def _change_horovod(module: Any) -> None:
@@ -135,6 +137,11 @@ def _change_horovod(module: Any) -> None:
 
         with _refusing():
             method = "fp16" if compression is module.Compression.fp16 else "none"
+            leave(
+                LINE,
+                "Wrap the optimizer by grace in place of Horovod, and leave `compression` out:\n\n    optimizer = "
+                'grace.torch.DistributedOptimizer(optimizer, config={file}, backend="horovod", ...)',
+            )
             return grace.torch.DistributedOptimizer(compressor=method, backend="horovod", **given)
 
     module.DistributedOptimizer = wrapped
@@ -151,7 +158,28 @@ def _refusing() -> Iterator[None]:
 
 
 def _change_fsdp(module: Any) -> None:
-    module.fully_shard = _refused("a model in FSDP2")
+    """Let each model in FSDP2 get an exchange in its first pass, before FSDP gathers parameters."""
+    shard = module.fully_shard
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def register(model: Any, args: Any) -> None:
+        if model not in seen:
+            # The outermost module comes first, and has all others.
+            seen.update(model.modules())
+            with _refusing():
+                _register(model, "after the model is passed to fully_shard()")
+
+    @functools.wraps(shard)
+    def sharded(given: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        result = shard(given, *args, **kwargs)
+        for each in given if isinstance(given, list | tuple) else [given]:
+            # FSDP's own hook comes after it.
+            each.register_forward_pre_hook(torch.compiler.disable(register), prepend=True)
+        return result
+
+    module.fully_shard = sharded
     module.FullyShardedDataParallel.__init__ = _refused("a model in FSDP1")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.advice.candidates import NONE
-from grace.advice.hook import ADVICE, FIRST, FOLDER, MEASURED, REFUSED, SEEN
+from grace.advice.hook import ADVICE, FIRST, FOLDER, LINE, MEASURED, REFUSED, SEEN
 from grace.bench.command import INTERRUPTED
 from grace.bench.step.command import ended_by_signals
 from grace.core.config.config import ENVIRONMENT_VARIABLE
@@ -81,7 +81,7 @@ def run_advise(args: argparse.Namespace) -> int:
         return 0
     found = json.loads(left[ADVICE])
     print(found.pop("text"))
-    print(f"\n{_what_to_do(found, args)}")
+    print(f"\n{_what_to_do(found, left.get(LINE), args)}")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -133,20 +133,20 @@ def _without(status: int | None, seen: bool, timeout: float) -> int:
         )
     raise GraceError(
         f"the script {ended}, and no exchange of gradients was seen; expected a script that trains a model in "
-        "DistributedDataParallel, uses Horovod's optimizer for PyTorch, or uses grace, on at least 2 ranks. The Python "
-        "of the script must be able to import grace."
+        "DistributedDataParallel or FSDP2, uses Horovod's optimizer for PyTorch, or uses grace, on at least 2 ranks. "
+        "The Python of the script must be able to import grace."
     )
 
 
-def _what_to_do(found: dict[str, Any], args: argparse.Namespace) -> str:
-    """Write the configuration, and return how it is used."""
+def _what_to_do(found: dict[str, Any], line: str | None, args: argparse.Namespace) -> str:
+    """Write the configuration, and return how it is used: by a line of the script, if that does not call grace."""
     if found["best"] == NONE:
         return "Train without compression. No configuration was written."
     args.output.write_text(f"{_MARK}\n{found['toml']}", encoding="utf-8")
     command = shlex.join(args.program)
+    if line is not None:
+        return f"{args.output} has this method. {line.format(file=json.dumps(str(args.output)))}"
     return (
-        f"{args.output} has this method. Add one line after the model is wrapped in DistributedDataParallel:\n\n"
-        f'    grace.torch.register(model, "{args.output}")\n\n'
-        "or, if the script calls grace already and names no compressor:\n\n"
+        f"{args.output} has this method. If the script names no compressor:\n\n"
         f"    {ENVIRONMENT_VARIABLE}={args.output} {command}"
     )

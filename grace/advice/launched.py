@@ -29,12 +29,11 @@ class Launched(Watch):
         super().__init__(exchange, WARM)
         self._first = True
         leave(SEEN, "")
-        if exchange.rank == 0:
+        if exchange._speaks:
             leave(FIRST, "")
 
-    def begin(self) -> None:
-        """Note that a step begins. All ranks count alike, and so they end in the same step."""
-        super().begin()
+    def decide(self) -> None:
+        """Measure as soon as all steps were seen. All ranks count alike, and so they end in the same step."""
         if not self.complete:
             return
         try:
@@ -46,17 +45,17 @@ class Launched(Watch):
     def _next(self) -> None:
         exchange = self.exchange
         if self._first:
-            periods = exchange._gather([statistics.median(self.periods)], "advice", "the times of the first steps")
+            periods = exchange.everyone(statistics.median(self.periods), "advice", "the times of the first steps")
             # Counts again, from nothing.
             Watch.__init__(self, exchange, min(STEPS, max(_LEAST, int(_SECONDS / max(*periods, 1e-9)))))
-            self._first, self._begun = False, time.perf_counter()
+            self._first = False
             return
         advice = measure(self).advice()
-        if exchange.rank == 0:
+        if exchange._speaks:
             leave(ADVICE, json.dumps({**advice.to_dict(), "text": str(advice), "toml": advice.toml}))
         leave(MEASURED, "")
         # No rank goes before all have what they need of it.
-        exchange._gather([0], "advice", "the end of the measurement")
+        exchange.everyone(0, "advice", "the end of the measurement")
         # Who is done with this collective must not close connections that others still read.
         time.sleep(_LINGER_S)
         end()

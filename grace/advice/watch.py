@@ -25,15 +25,18 @@ class Watch:
     """Times of the last `steps` steps of an exchange on this rank, and gradients of some tensors.
 
     An adapter says `begin` before the first gradient of a step, `saw` for each gradient of this rank, and `end` when
-    all are merged. Times are those of the host.
+    all are merged. One whose backward pass waits for an exchange says `goes_on` after it. Times are those of the host.
     """
 
     def __init__(self, exchange: Exchange, steps: int) -> None:
         self.exchange, self.steps = exchange, steps
         #: Seconds from the begin of a step to that of the next.
         self.periods: deque[float] = deque(maxlen=steps)
-        #: Seconds from the last gradient of a step until all were merged.
+        #: Seconds from the last gradient of a step until all were merged, and those for which the pass has waited.
         self.exposed: deque[float] = deque(maxlen=steps)
+        #: True if the backward pass waits for each exchange within it.
+        self.waits = False
+        self._waited = self._last = 0.0
         self._ready: deque[dict[str, float]] = deque(maxlen=steps)
         self._begun: float | None = None
         self._now: dict[str, float] = {}
@@ -63,17 +66,27 @@ class Watch:
         now = time.perf_counter()
         if self._begun is not None:
             self.periods.append(now - self._begun)
-        self._begun, self._now = now, {}
+        self._begun, self._now, self._waited = now, {}, 0.0
 
-    def saw(self, name: str, gradient: Array) -> None:
-        """Note that a gradient of this rank is there."""
+    def decide(self) -> None:
+        """Do what follows from the steps seen so far, between two steps: nothing."""
+
+    def saw(self, name: str, *parts: Array) -> None:
+        """Note that a gradient of this rank is there, in one or more parts."""
         if self._begun is None:
             return
-        self._now[name] = time.perf_counter() - self._begun
+        self._last = time.perf_counter()
+        self._now[name] = self._last - self._begun - self._waited
         spec = self._sampled.get(name)
         if spec is not None and name not in self._samples and len(self.periods) == self.steps - 1:
-            flat = self.exchange._ops(spec.device).reshape(gradient, (spec.numel,))
-            self._samples[name] = self.exchange._ops(spec.device).copy(flat[: _cut(spec).numel])
+            ops = self.exchange._ops(spec.device)
+            flat = ops.concat([ops.reshape(part, (-1,)) for part in parts])
+            self._samples[name] = ops.cast(ops.copy(flat[: _cut(spec).numel]), spec.dtype)
+
+    def goes_on(self) -> None:
+        """Note that the backward pass goes on, which has waited since it was last told of a gradient."""
+        self.waits = True
+        self._waited += time.perf_counter() - self._last
 
     def end(self) -> None:
         """Note that all gradients of the step are merged."""
@@ -89,6 +102,7 @@ class Watch:
             "period": statistics.median(periods),
             "band": [periods[len(periods) // 10], periods[-1 - len(periods) // 10]],
             "exposed": statistics.median(self.exposed) if self.exposed else 0.0,
+            "waits": self.waits,
             "ready": {name: statistics.median(ready.get(name, 0.0) for ready in self._ready) for name in names},
             "codecs": {label: self._codec(config) for label, config in candidates.items()},
             "optimizers": [list(optimizer) for optimizer in self.exchange.optimizers],

@@ -15,11 +15,13 @@ from grace.advice import accuracy, advise, auto, forecast, watch
 from grace.advice.advise import Figures, best_of
 from grace.advice.auto import Auto
 from grace.advice.candidates import Risk, changes, risk_of
-from grace.advice.model import Link, Round
+from grace.advice.model import Link, Machine, Round
 from grace.advice.watch import Watch
+from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.config.recommended import Optimizer
 from grace.core.config.registry import compressors
 from grace.core.errors import ConfigError, StepError
+from grace.core.plan.plan import Modules
 
 FAST, SLOW = Link(1.25e9, 2e-5), Link(12.5e6, 2e-5)
 TENSORS = {"a": (256, 256), "b": (600, 200), "c": (40,)}
@@ -48,6 +50,7 @@ class Job:
             "period": 0.0205,
             "band": [0.02, 0.021],
             "exposed": 0.0005,
+            "waits": False,
             "ready": {"c": 0.0, "b": 0.004, "a": 0.008},
             "codecs": {label: CODEC for label in changes() if label != "none"},
             "optimizers": [],
@@ -68,7 +71,7 @@ class Job:
                 {name: self.rng.normal(size=shape).astype(np.float32) for name, shape in TENSORS.items()}
                 for _ in range(2)
             ]
-            self.auto.begin()
+            self.simulation.step_begins()
             self.methods.append(self.label)
             self.auto.saw("c", gradients[0]["c"])
             self.now += self.true.seconds(self.label, self.link) + self.extra.get(self.label, 0.0)
@@ -157,10 +160,61 @@ def test_the_buckets_of_a_plan_are_ready_with_their_tensors_and_carry_what_is_an
     assert (second.ready, second.before, second.rounds) == (5.0, 0.0, (Round("allreduce", 4 * 4096),))
 
 
+def test_modules_of_fsdp_are_reduced_and_gathered_as_it_does(monkeypatch):
+    tensors, ready = {"w": (512, 512), "b": (2048, 2)}, {"w": 3.0, "b": 5.0}
+    plan = grace.Simulation(4, tensors, {"compressor": "none"}).plan
+    plan = dataclasses.replace(plan, buckets=(), delegated=plan.exchanged, exchanged=())
+    modules = Modules({"w": "first", "b": "second"}, ReduceScatter())
+    # A rank sends all parts but its own.
+    first, second = forecast.buckets_of(plan, ready, {}, 4, modules)
+    assert (first.ready, first.rounds) == (3.0, (Round("alltoall", 3 * 512 * 512),))
+    assert (second.ready, second.rounds) == (5.0, (Round("alltoall", 3 * 4096),))
+    # Gloo adds as in an allreduce, and the pass waits for it. So do replicas.
+    sums = Round("allreduce", 4 * 512 * 512), Round("allreduce", 4 * 4096)
+    (both,) = forecast.buckets_of(plan, ready, {}, 4, modules, waits=True)
+    assert (both.ready, both.rounds) == (5.0, sums)
+    replicas = forecast.buckets_of(plan, ready, {}, 4, modules._replace(communicator=None))
+    assert [bucket.rounds for bucket in replicas] == [(each,) for each in sums]
+
+    job, seconds = Job(monkeypatch, SLOW), Machine(2, SLOW).seconds("allgather", 1e5)
+    assert job.figures.advice().rows[-1].label == "8 local steps"
+    monkeypatch.setattr(job.simulation, "gathers", lambda: [(2 * 10**5, 2), (10**9, 1)])
+    less = job.figures.advice().row("less sharding")
+    assert less.seconds == pytest.approx(job.figures.advice().row("none").seconds - seconds)
+    assert less.reason.startswith("reshard_after_forward=False trains as before, with 100.0 KB more")
+    monkeypatch.setattr(job.simulation, "gathers", lambda: [(2 * 10**5, 1)])
+    none = job.figures.seconds("none", SLOW)
+    assert job.figures.advice().row("less sharding").seconds == pytest.approx(none - seconds)
+    assert job.figures.advice().row("less sharding").reason.startswith("DDP")
+    # It is no method, so it cannot be the best one.
+    assert best_of([less, advise.Row("none", 9.0, 0, 0, "", 0.0, {"compressor": "none"})]) == "none"
+
+
+def test_what_a_pass_has_waited_for_belongs_to_the_exchange(monkeypatch):
+    job, now = Job(monkeypatch), itertools.count()
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: float(next(now)))
+    watching = Watch(job.simulation, 1)
+    for _ in range(2):
+        # The times are 0, 1, 2, 3, 4.
+        watching.begin()
+        watching.saw("b", np.ones((300, 200), np.float32), np.ones((300, 200), np.float32))
+        watching.goes_on()
+        watching.saw("a", np.ones((256, 256), np.float32))
+        watching.end()
+    seen = watching.figures({})
+    assert (seen["period"], seen["exposed"], seen["waits"]) == (5.0, 2.0, True)
+    assert seen["ready"] == {"b": 1.0, "a": 2.0}
+    # Of 2 s, the link explains less.
+    period = job.figures.period
+    slow = job.measured(waits=True, exposed=period)
+    assert slow.seconds("none", FAST) == pytest.approx(period)
+    assert job.measured(exposed=period).seconds("none", FAST) < period
+
+
 def test_the_gentlest_of_equal_rows_is_the_best_and_risky_ones_are_not(monkeypatch):
     job = Job(monkeypatch, SLOW)
     rows = {row.label: row for row in job.figures.advice().rows}
-    same = functools.partial(advise.Row, nbytes=0, reason="", error=None, changes={})
+    same = functools.partial(advise.Row, nbytes=0, reason="", error=None, changes={"compressor": "none"})
     assert best_of([same("none", 1.02, grade=0), same("fp16", 1.0, grade=0), same("topk", 0.1, grade=3)]) == "none"
     assert best_of([same("none", 1.04, grade=0), same("fp16", 1.0, grade=0)]) == "fp16"
     assert next(iter(rows)) == "none"

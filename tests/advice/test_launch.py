@@ -56,16 +56,32 @@ for kind in {}:
 """
 SHARDED = """
 import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 dist.init_process_group("gloo")
-fully_shard(torch.nn.Linear(64, 64))
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+for step in range(1000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
 print("trained to the end")
 """
+REPLICAS = (
+    SHARDED.replace("(layer)", "(layer, mesh=mesh)")
+    .replace("(model)\n", "(model, mesh=mesh)\n")
+    .replace("model =", "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('r', 's'))\nmodel =")
+)
+FSDP1 = SHARDED.replace("import fully_shard", "import FullyShardedDataParallel as fully_shard")
 
 
-def advised(folder, script, launcher, *options, **variables):
+def advised(folder, script, launcher, *options, ranks=2, **variables):
     (folder / "train.py").write_text(script)
-    words = [*command(launcher, 2), sys.executable, "train.py"]
+    words = [*command(launcher, ranks), sys.executable, "train.py"]
     return subprocess.run(
         [sys.executable, "-m", "grace", "advise", *options, "--", *words],
         cwd=folder,
@@ -95,24 +111,34 @@ def test_a_script_with_ddp_is_measured_unchanged(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "launcher", "measured"),
-    [(WITH_GRACE, "torchrun", "qsgd"), (HOROVOD, "horovodrun-gloo", "none"), (HOROVOD, "mpirun", "none")],
-    ids=["grace", "horovodrun", "mpirun"],
+    ("script", "launcher", "ranks", "measured"),
+    [
+        (WITH_GRACE, "torchrun", 2, "qsgd"),
+        (HOROVOD, "horovodrun-gloo", 2, "none"),
+        (HOROVOD, "mpirun", 2, "none"),
+        (SHARDED, "torchrun", 2, "none"),
+        (REPLICAS, "torchrun", 4, "none"),
+    ],
+    ids=["grace", "horovodrun", "mpirun", "fsdp", "replicas"],
 )
-def test_other_scripts_and_launchers(script, launcher, measured, tmp_path):
-    done = advised(tmp_path, script, launcher, "--json", "advice.json")
+def test_other_scripts_and_launchers(script, launcher, ranks, measured, tmp_path):
+    done = advised(tmp_path, script, launcher, "--json", "advice.json", ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "trained to the end" not in done.stdout
     found = json.loads((tmp_path / "advice.json").read_text())
     assert [row["label"] for row in found["rows"] if row["measured"]] == [measured]
+    labels = {row["label"] for row in found["rows"]}
+    # Ranks with parts of the model cannot step on their own.
+    assert labels & {"less sharding", "8 local steps"} == {"less sharding" if script == SHARDED else "8 local steps"}
+    assert ("powersgd" in labels) == (script != SHARDED)
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_scripts_that_cannot_be_measured_are_refused(tmp_path):
-    done = advised(tmp_path, SHARDED, "torchrun")
+    done = advised(tmp_path, FSDP1, "torchrun")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr[-4000:]
-    assert "grace: error: a model in FSDP2 cannot be measured in a script" in done.stderr
+    assert "grace: error: a model in FSDP1 cannot be measured in a script" in done.stderr
     done = advised(tmp_path, DDP, "torchrun", TRAINED="9")
     assert done.returncode == 2
     assert "the script ended before enough steps were measured" in done.stderr

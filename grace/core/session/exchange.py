@@ -112,6 +112,17 @@ class Exchange(ABC):
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order, from those of the ranks in this process."""
 
+    def everyone(self, mine: Any, purpose: str, what: str) -> list[Any]:
+        """Return the JSON-able values of all ranks that train the model, of which each rank here has `mine`."""
+        return self._gather([mine], purpose, what)
+
+    def gathers(self) -> Sequence[tuple[int, int]]:
+        """Return the bytes of parameters that all ranks gather before they compute, and how often in a step.
+
+        There is a pair for each module that the ranks share. Without such modules, there is none.
+        """
+        return ()
+
     def _plan_of(self, config: Config) -> Plan:
         """Return the plan that follows the current one under a changed configuration."""
         return self._plan_after(self.plan, config, len(self.history) + 1, self.ranks)
@@ -270,12 +281,18 @@ class Exchange(ABC):
     def step_begins(self) -> None:
         """Tell the advisor that a step begins, before its first gradient; it may change the configuration."""
         if self.advisor is not None:
+            self.advisor.decide()
             self.advisor.begin()
 
-    def saw(self, name: str, gradient: Array) -> None:
-        """Tell the advisor that a gradient of this rank is there."""
+    def saw(self, name: str, *parts: Array) -> None:
+        """Tell the advisor that a gradient of this rank is there, in one or more parts."""
         if self.advisor is not None:
-            self.advisor.saw(name, gradient)
+            self.advisor.saw(name, *parts)
+
+    def goes_on(self) -> None:
+        """Tell the advisor that the backward pass goes on, which has waited for the exchange of what was seen last."""
+        if self.advisor is not None:
+            self.advisor.goes_on()
 
     def step_ends(self) -> None:
         """Tell the advisor that all gradients of a step are merged."""

@@ -105,8 +105,6 @@ class _Replicas(TorchDistributed):
 class ShardedExchange(ModelExchange):
     """The exchange of a model that FSDP2 has sharded. `modules` holds the module of each tensor."""
 
-    watches = False
-
     def __init__(
         self,
         model: torch.nn.Module,
@@ -117,9 +115,13 @@ class ShardedExchange(ModelExchange):
         modules: Modules,
         tensors: Mapping[str, _Tensor],
         part: tuple[int, int] | None,
+        groups: Sequence[Any],
+        parts: Any,
     ) -> None:
+        # `groups` are FSDP's, one per module; `parts` has the ranks of the other parts of this replica.
+        self._groups = groups
+        self._model, self._modules, self._tensors, self.part, self._parts = model, modules, tensors, part, parts
         super().__init__(session, library, {}, scaler)
-        self._model, self._modules, self._tensors, self.part = model, modules, tensors, part
         self._begun = False
         self.rollback.forget = self._forget_pass
 
@@ -166,6 +168,7 @@ class ShardedExchange(ModelExchange):
 
     def _end(self) -> None:
         self._begun = False
+        self.step_ends()
         self.rollback.release()
         if self.loss_scale is not None:
             self.loss_scale.finish()
@@ -182,6 +185,22 @@ class ShardedExchange(ModelExchange):
             tensor.sharded.unsharded_accumulated_grad = None
             if hasattr(tensor.sharded, "_unsharded_param"):
                 tensor.sharded._unsharded_param.grad = None
+
+    def everyone(self, mine: Any, purpose: str, what: str) -> list[Any]:
+        found = super().everyone(mine, purpose, what)
+        if self._parts is None:
+            return found
+        rows: list[Any] = [None] * dist.get_world_size(self._parts)
+        dist.all_gather_object(rows, found, self._parts)
+        return [other for row in rows for other in row]
+
+    def gathers(self) -> list[tuple[int, int]]:
+        found = []
+        for params in self._groups if self._parts is None else []:
+            sizes = (p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in params.fsdp_params)
+            # Parameters that are sharded again after the forward pass are gathered for the backward pass as well.
+            found.append((sum(sizes), 1 + (params.post_forward_mesh_info is not None)))
+        return found
 
     def _plan_of(self, config: Config) -> Plan:
         _check_config(config, self._modules)
@@ -234,6 +253,19 @@ class _Reduction:
                 "Freeze parameters before the forward pass, and leave set_reduce_scatter_unused_params(True) as it is."
             )
         return starts
+
+    @contextmanager
+    def _reducing(self, length: int, rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Surround the exchange of rows, by their part, of `length` elements each; tell the advisor of it."""
+        with self._exchange.attempt():
+            if self._exchange.advisor is not None:
+                for name, at in self._present(length).items():
+                    lengths = {i: self._named[name].part(i) for i in rows}
+                    self._exchange.saw(name, *(row[at : at + lengths[i]] for i, row in rows.items()))
+            yield
+        if next(iter(rows.values())).device.type == "cpu":
+            # On a GPU, the pass goes on at once.
+            self._exchange.goes_on()
 
     def _finish(self, into: Mapping[str, torch.Tensor], factor: float) -> None:
         """Complete the step, and write each mean times the factor to its place."""
@@ -310,7 +342,8 @@ class GradientScatter(_Reduction):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce the rows of the input, one per rank, and write this rank's to the output."""
-        with self._exchange.attempt():
+        rows = dict(enumerate(input_tensor.view(self._run.transport.size, -1)))
+        with self._reducing(len(output_tensor), rows):
             if not self._step.plan.buckets:
                 # It counts the step.
                 self._finish({}, 1.0)
@@ -337,7 +370,9 @@ class ReplicaSum(_Reduction):
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Replace the gradients by their mean over all replicas."""
-        with self._exchange.attempt():
+        assert self._exchange.part is not None
+        mine = self._exchange.part[0]
+        with self._reducing(len(reduced), {mine: reduced}):
             if not self._group.params.all_reduce_grads:
                 raise StepError(
                     "set_requires_all_reduce(False) cannot be used with grace, which adds the gradients of the "
@@ -352,8 +387,7 @@ class ReplicaSum(_Reduction):
                 wait_for(work, reduced, self._run.transport, self._dense)
                 self._finish({}, 1.0)
                 return
-            assert self._exchange.part is not None
-            mine, merged = self._exchange.part[0], self._unscaled(reduced)
+            merged = self._unscaled(reduced)
             self._exchange_rows(
                 reduced, merged, {mine: merged}, mine, float(self._run.transport.size) if total else 1.0
             )
@@ -400,7 +434,7 @@ def register_sharded(
             None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
         )
         _check_config(made, modules)
-        run = session.begin(specs, OPS, average=True, delegate=lambda item: item.dense, modules=modules)
+        run = session.begin(specs, OPS, average=True, delegate=lambda item: item.dense, modules=modules, auto=True)
         session.local = {
             "model number": session.number,
             "grad_scaler": scaled,
@@ -424,6 +458,8 @@ def register_sharded(
         modules=modules,
         tensors=tensors,
         part=(mesh.shard_mesh_rank, mesh.shard_mesh_size) if isinstance(mesh, HSDPMeshInfo) else None,
+        groups=[group.params for group in groups],
+        parts=mesh.shard_process_group if replicated else None,
     )
     if exchange.loss_scale is not None:
         exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})

@@ -608,3 +608,19 @@ def refused_by_fsdp() -> dict[str, Any]:
         errors["replicas"] = outcome(lambda: backward(model, next(batches(1))))
         grace.torch.register(shard(make(), replicas=2), {"compressor": "powersgd", **EVERYTHING})
     return errors
+
+
+def chosen_by_auto() -> dict[str, Any]:
+    """Let the compressor "auto" change to qsgd, and return the methods of all steps and what it says."""
+    model = shard(make(), replicas=world_size() // 2)
+    with (
+        mock.patch("grace.advice.advise.best_of", return_value="qsgd"),
+        mock.patch("grace.advice.auto.best_of", return_value="qsgd"),
+    ):
+        exchange = grace.torch.register(model, compressor="auto", **EVERYTHING)
+        methods = []
+        for batch in batches(40):
+            model.zero_grad()
+            backward(model, batch)
+            methods.append("qsgd" if "qsgd" in exchange.report() else "none")
+    return {"methods": methods, "auto": exchange.stats()["auto"]}

@@ -229,3 +229,14 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch):
     for label, error in ranks[0].items():
         assert error.startswith(beginnings[label]), (label, error)
     assert ranks[0].keys() == beginnings.keys()
+
+
+@on(TWO, FOUR)
+def test_auto_changes_on_all_ranks_in_one_step(launch):
+    """Also those that hold other parts of the model, which do not exchange gradients with each other."""
+    first, *others = scenario("chosen_by_auto", launch)
+    assert set(first["methods"]) == {"none", "qsgd"}
+    assert first["auto"]["compressor"] == "qsgd"
+    assert set(first["auto"]["step_seconds"]) == {"none", "qsgd"}
+    for rank in others:
+        assert (rank["methods"], rank["auto"]) == (first["methods"], first["auto"])
