@@ -37,21 +37,21 @@ SPARSE = {
     "sparse_sum": 2 * SECTOR,
     "power_sum": 2 * SECTOR,
 }
+# A bit per element, written and read.
 MARKS = 2 / 8
+# A selection of the largest reads the array again to mark its elements. Two marks are written, read for two digits,
+# read and written to settle ties, and read to write the entries.
+TOP = 4 + 5 * MARKS
 # Bytes per element of float32 beyond arguments and results, and where they come from.
 WITHIN = {
-    "finite_sum": (4, "the check reads the sum"),
-    "momentum_sum": (8, "the second sum reads the momentum, and the check its result"),
-    "sum_sign_mean": (8, "the check and the signs read the sum"),
-    "sum_top": (8 + 3 * 4 + 2 * MARKS, "the check and the selection read the sum; else as top"),
-    "sum_select": (8 + MARKS, "the check and the selection read the sum; marks"),
-    "top": (3 * 4 + 2 * MARKS, "three passes find the k-th magnitude; marks of larger and of equal elements"),
-    "top_bound": (3 * 4 + 2 * MARKS, "as top"),
-    "top_of_sides": (2 * (4 * 4 + 2 * MARKS), "as top, for each sign"),
+    "sum_top": (TOP, "a second pass marks elements by the first digit of the k-th magnitude; marks; tied elements"),
+    "sum_select": (MARKS, "marks"),
+    "top": (TOP, "as sum_top"),
+    "top_bound": (TOP, "as sum_top"),
+    "top_of_sides": (2 * (4 + TOP), "as sum_top, for each sign"),
     "select": (MARKS, "marks"),
     "draw_kept": (2 * MARKS, "marks of certain and of drawn elements"),
     "select_in_bins": (2 * MARKS, "marks, by sign"),
-    "natural_encode": (4, "a pass of its own looks for infinite elements"),
     "filter_positions": (MARKS, "marks"),
     "keep_odds": (3 * 4, "a pass per round; three rounds are counted"),
     "power_words": (8 + MARKS, "gradient and noise are read twice; marks"),
@@ -62,14 +62,14 @@ WITHIN = {
     "precision_sum": (1 / 4, "of each payload: widths are read twice"),
     "leading_encode": (3 * 4, "elements are read four times: for middles, lengths, counts and bytes"),
     "leading_sum": (1 / 4, "of each payload: codes are read twice"),
-    "bucket_quantize": (4, "elements are read twice, once for their norm"),
-    "rotated_encode": (4, "elements are read twice, once for their norm"),
     "spread_in_frame": (4 * 8, "of each coefficient: four projections read and write it again"),
     "count_sketch": (5 * 6 + 4 * 4, "each of five rows sorts blocks of 16 in four passes, and reads the elements"),
     "draw_vertices": (16, "cumulative sums of 64 bits are written and read"),
 }
 # Of these, each payload after the first reads and writes the sum again.
-AGAIN = ("precision_sum", "leading_sum", "rotated_sum")
+AGAIN = ("precision_sum", "leading_sum")
+# Bits of the first digit of a magnitude of 31 bits.
+FIRST_DIGIT = 11
 # Methods that make all their passes over the gradient by kernels.
 WHOLE = ("fp16", "signsgd", "efsignsgd", "onebit", "topk", "threshold", "randomk", "qsgd", "terngrad", "natural")
 WHOLE += ("eightbit", "uniform", "blockwise", "eden", "3lc")
@@ -132,6 +132,9 @@ def moved(kernel, inputs, integers, numbers, results, consumes):
     within = WITHIN.get(kernel, (0, ""))[0] * max([x.size for x in (*inputs, *results) if x.itemsize > 1], default=0)
     if kernel in SPARSE:
         indices = sum(x.size for x in inputs[consumes:] if x.dtype == np.int32)
+        if kernel == "sparse_sum" and not consumes:
+            # The first entries are written over zeros.
+            within -= SECTOR * inputs[integers[0]].size
         # A factor other than 1 changes all elements.
         whole = 2 if kernel == "power_fade" and numbers[0] != 1 else 0
         return outside + (whole - consumes) * sizes[0], within + SPARSE[kernel] * indices
@@ -149,9 +152,19 @@ def moved(kernel, inputs, integers, numbers, results, consumes):
         "power_words",
     ):
         within += SECTOR * sum(x.size for x in results if x.dtype == np.int32)
+    if kernel in ("top", "top_bound", "sum_top"):
+        x = results[0] if kernel == "sum_top" else inputs[0]
+        # Two digits and the settling of ties read the elements that share the first digit.
+        within += 3 * SECTOR * tied(x, integers[0])
     if kernel in AGAIN:
         within += (integers[0] - 1) * 2 * (sizes[0] if consumes else results[0].nbytes)
     return outside, within
+
+
+def tied(x, k):
+    """Return how many elements of a float32 array share the first digit of the k-th largest magnitude."""
+    digits = (x.view(np.int32) & 0x7FFFFFFF) >> 31 - FIRST_DIGIT
+    return int((digits == np.partition(digits, -k)[-k]).sum())
 
 
 def microseconds(moved):

@@ -49,14 +49,44 @@ template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out)
 }
 
 template <class T> void finite(const Stream& on, const T* x, int64_t n, uint8_t* out) {
-    reduce(on, divide_up(n, 8), WordOf<T>(0), GroupLargest<T>{x, n}, Larger<WordOf<T>>(),
-           [=] __device__(WordOf<T> most) { *out = most <= largest_bits<T>() ? 1 : 0; });
+    set_good(on, out);
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        check_group(found, count, out);
+    });
 }
 
 template <class T>
 void finite_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n, uint8_t* good) {
-    weighted_sum(on, x, a, y, b, out, n);
-    finite(on, out, n, good);
+    set_good(on, good);
+    const WeightedSum<T> sum{x, a, y, b, out, good};
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        T found[8];
+        sum(group, group_size(group, n), found);
+    });
+}
+
+template <class T>
+void momentum_sum(const Stream& on, const T* u, T m, const T* g, const T* v, T* momentum, T* out, uint8_t* good,
+                  int64_t n) {
+    set_good(on, good);
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T old[8], gradient[8], before[8], sum[8];
+        load_group(u, group, count, old);
+        load_group(g, group, count, gradient);
+        load_group(v, group, count, before);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            old[j] = old[j] * m + gradient[j];
+            sum[j] = before[j] + old[j];
+        }
+        store_group(old, group, count, momentum);
+        store_group(sum, group, count, out);
+        check_group(sum, count, good);
+    });
 }
 
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out) {
@@ -166,6 +196,7 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
 #define GRACE_MAKE(T)                                                                          \
     template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
     template void finite_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t, uint8_t*); \
+    template void momentum_sum<T>(const Stream&, const T*, T, const T*, const T*, T*, T*, uint8_t*, int64_t); \
     template void square_sum<T>(const Stream&, const T*, const T*, T, T, T*, int64_t);           \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \

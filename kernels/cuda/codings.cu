@@ -17,6 +17,17 @@ template <class T> __device__ inline uint32_t sign_of(T x) {
     return uint32_t(bits_as<typename Format<T>::Word>(x) >> (Format<T>::exponent + Format<T>::mantissa));
 }
 
+// The largest rounded exponent, and the largest magnitude as a word.
+template <class T> struct Reach {
+    int32_t exponent;
+    typename Format<T>::Word size;
+};
+template <class T> struct JoinReaches {
+    __device__ Reach<T> operator()(const Reach<T>& a, const Reach<T>& b) const {
+        return {b.exponent > a.exponent ? b.exponent : a.exponent, b.size > a.size ? b.size : a.size};
+    }
+};
+
 // The exponent and sign of one rank's element.
 template <class T> struct NaturalValue {
     int64_t n;
@@ -49,41 +60,31 @@ template <class T>
 void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,
                     T* most, int64_t n) {
     const RandomKey mine = key;
-    max_abs(on, x, n, most);
-    if (!clipped) {
-        each(on, 1, [=] __device__(int64_t) { *base = 0; });
-        each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+    // The first pass finds the largest exponent and magnitude. Exponents that need no base are written at once.
+    reduce(
+        on, divide_up(n, 8), Reach<T>{0, 0},
+        [=] __device__(int64_t group) {
             const int count = group_size(group, n);
             T found[8];
             load_group(x, group, count, found);
             uint32_t random[8], made[8];
             group_words(mine, group, random);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const uint32_t code = uint32_t(natural_exponent(found[j], random[j]));
-                made[j] = j < count ? code | sign_of(found[j]) << Format<T>::exponent : 0u;
-            }
-            store_codes(made, Format<T>::exponent + 1, group, count, n, codes);
-        });
-        return;
-    }
-    reduce(
-        on, divide_up(n, 8), int32_t(0),
-        [=] __device__(int64_t group) {
-            const int count = group_size(group, n);
-            T found[8];
-            load_group(x, group, count, found);
-            uint32_t random[8];
-            group_words(mine, group, random);
-            int32_t most = 0;
+            Reach<T> reach{0, 0};
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const int32_t exponent = j < count ? natural_exponent(found[j], random[j]) : 0;
-                most = exponent > most ? exponent : most;
+                reach = JoinReaches<T>()(reach, {exponent, magnitude_bits(found[j])});
+                made[j] = j < count ? uint32_t(exponent) | sign_of(found[j]) << Format<T>::exponent : 0u;
             }
-            return most;
+            if (!clipped) store_codes(made, Format<T>::exponent + 1, group, count, n, codes);
+            return reach;
         },
-        Larger<int32_t>(), [=] __device__(int32_t most) { *base = most > 127 ? most - 127 : 0; });
+        JoinReaches<T>(),
+        [=] __device__(const Reach<T>& reach) {
+            *base = clipped && reach.exponent > 127 ? reach.exponent - 127 : 0;
+            *most = bits_as<T>(reach.size);
+        });
+    if (!clipped) return;
     each(on, divide_up(n, 8), [=] __device__(int64_t group) {
         const int count = group_size(group, n);
         T found[8];

@@ -147,6 +147,66 @@ template <class V> __device__ static inline void load_group(const V* x, int64_t 
     for (int j = 0; j < 8; ++j) found[j] = j < count ? from[j] : V(0);
 }
 
+// Writes the elements of a group, in wide stores if the address allows it.
+template <class T> __device__ static inline void store_group(const T found[8], int64_t group, int count, T* x) {
+    T* to = x + 8 * group;
+    if (count == 8 && (reinterpret_cast<uintptr_t>(x) & 15) == 0) {
+        constexpr int wide = int(sizeof(T)) / 2;
+        uint4 parts[wide];
+        memcpy(parts, found, 8 * sizeof(T));
+#pragma unroll
+        for (int j = 0; j < wide; ++j) reinterpret_cast<uint4*>(to)[j] = parts[j];
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        if (j < count) to[j] = found[j];
+    }
+}
+
+constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block handles at once
+
+// A source of groups: the elements of an array.
+template <class T> struct Elements {
+    const T* x;
+    __device__ void operator()(int64_t group, int count, T found[8]) const { load_group(x, group, count, found); }
+};
+
+// Clears a flag of the device if an element does not count as finite. Threads that clear it write the same value.
+template <class T> __device__ static inline void check_group(const T found[8], int count, uint8_t* good) {
+    bool all = true;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) all = all && (j >= count || magnitude_bits(found[j]) <= largest_bits<T>());
+    if (!all) *static_cast<volatile uint8_t*>(good) = 0;
+}
+
+// A source of groups: the weighted sum of two arrays, which is also written and checked.
+template <class T> struct WeightedSum {
+    const T* x;
+    T a;
+    const T* y;
+    T b;
+    T* out;
+    uint8_t* good;
+    __device__ void read(int64_t group, int count, T found[8]) const {
+        T first[8], second[8];
+        load_group(x, group, count, first);
+        load_group(y, group, count, second);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) found[j] = first[j] * a + second[j] * b;
+    }
+    __device__ void operator()(int64_t group, int count, T found[8]) const {
+        read(group, count, found);
+        store_group(found, group, count, out);
+        check_group(found, count, good);
+    }
+};
+
+// Sets a flag of the device, before passes that may clear it.
+static inline void set_good(const Stream& on, uint8_t* good) {
+    check(cudaMemsetAsync(good, 1, 1, on.handle), "a flag");
+}
+
 // Writes the first bytes of a word, in one store if the address allows it.
 __device__ static inline void store_bytes(uint8_t* to, uint64_t word, int bytes) {
     const bool aligned = (reinterpret_cast<uintptr_t>(to) & uintptr_t(bytes - 1)) == 0;

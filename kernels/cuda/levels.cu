@@ -59,6 +59,40 @@ struct JoinSides {
     }
 };
 
+// The bits of a group: element >= threshold.
+template <class T> __device__ inline uint8_t byte_of(const T found[8], T threshold, int count) {
+    uint32_t byte = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) byte |= uint32_t(j < count && found[j] >= threshold) << j;
+    return uint8_t(byte);
+}
+
+// The bits and means of what a source reads.
+template <class T, class Source>
+void signs_and_means(const Stream& on, Source source, T threshold, bool single, uint8_t* bits, T* means, int64_t n) {
+    reduce(
+        on, divide_up(n, 8), Sides{0, 0, 0},
+        [=] __device__(int64_t group) {
+            const int count = group_size(group, n);
+            T found[8];
+            source(group, count, found);
+            bits[group] = byte_of(found, threshold, count);
+            Sides sides{0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const bool above = found[j] >= threshold;
+                sides.count += j < count && above ? 1.0 : 0.0;
+                sides.high += double(above ? found[j] : T(0));
+                sides.low += double(above ? T(0) : found[j]);
+            }
+            return sides;
+        },
+        JoinSides(),
+        [=] __device__(const Sides& sides) {
+            single ? mean_magnitude(sides, n, means) : means_of(sides, n, means);
+        });
+}
+
 // The terms of a bucket's norm, and its last step.
 template <class T> struct SumOfSquares {
     using Value = double;
@@ -127,6 +161,26 @@ void norms_by(const Stream& on, const T* x, int64_t n, int64_t width, T* norms) 
     });
 }
 
+// Joins the values of `lanes` neighbouring threads, a power of two up to the block. The result is in all of them. All
+// threads must take part.
+template <class Kind> __device__ typename Kind::Value over_lanes(typename Kind::Value mine, int lanes) {
+    __shared__ typename Kind::Value warps[kThreads / kWarp];
+    for (int far = lanes < int(kWarp) ? lanes / 2 : int(kWarp) / 2; far > 0; far /= 2) {
+        mine = Kind::join(mine, __shfl_xor_sync(kAll, mine, far));
+    }
+    if (lanes <= int(kWarp)) return mine;
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = mine;
+    __syncthreads();
+    const int several = lanes / int(kWarp), first = int(threadIdx.x / kWarp) / several * several;
+    mine = warps[first];
+    for (int w = 1; w < several; ++w) mine = Kind::join(mine, warps[first + w]);
+    return mine;
+}
+
+// True if neighbouring threads of a block, 8 elements each, can hold a bucket.
+bool fits_threads(int64_t width) { return width >= 8 && width <= kTile && (width & (width - 1)) == 0; }
+
 // The source of random shares; without a key they are 0.5.
 struct Noise {
     bool given;
@@ -163,31 +217,48 @@ __device__ void levels_of(const T* x, const T* scales, const Divisor& width, int
     }
 }
 
-// Does sum_round for buckets of 8 * `lanes` elements; a thread handles 8 of them. `lanes` is a power of two.
-template <class T>
-__global__ void sum_round_kernel(const T* x, T a, const T* y, T b, int lanes, const T* levels, int bits, T* out,
-                                 uint8_t* codes, T* norms, int64_t groups, int64_t n) {
-    using Word = typename Format<T>::Word;
-    const int64_t step = int64_t(gridDim.x) * kThreads, start = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    // The bound is the same for all threads of a warp, so they leave the loop together.
-    for (int64_t group = start; group / kWarp * kWarp < groups; group += step) {
+// The norms and codes of buckets of 8 * `lanes` elements, which fit the threads of a block.
+template <class T, class Kind>
+__global__ void bucket_codes_kernel(const T* x, int lanes, int levels, int bits, Noise noise, uint8_t* codes, T* norms,
+                                    int64_t n) {
+    const int64_t groups = (n + 7) / 8, step = int64_t(gridDim.x) * kThreads;
+    for (int64_t from = int64_t(blockIdx.x) * kThreads; from < groups; from += step) {
+        const int64_t group = from + threadIdx.x;
         const int count = group < groups ? group_size(group, n) : 0;
-        T first[8], second[8], sum[8];
-        load_group(x, group, count, first);
-        load_group(y, group, count, second);
-        Word most = 0;
+        T found[8], share[8];
+        load_group(x, group, count, found);
+        typename Kind::Value mine = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) mine = Kind::join(mine, Kind::term(found[j]));
+        const T norm = Kind::finish(over_lanes<Kind>(mine, lanes));
+        if (count == 0) continue;
+        if (group % lanes == 0) norms[group / lanes] = norm;
+        draw_shares(noise, group, share);
+        uint32_t made[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            sum[j] = first[j] * a + second[j] * b;
-            const Word word = magnitude_bits(sum[j]);
-            most = word > most ? word : most;
+            made[j] = j < count ? uint32_t(level_of(found[j], norm, T(levels), share[j]) + levels) : 0u;
         }
-        for (int far = lanes / 2; far > 0; far /= 2) {
-            const Word other = __shfl_xor_sync(kAll, most, far);
-            most = other > most ? other : most;
-        }
+        store_codes(made, bits, group, count, n, codes);
+    }
+}
+
+// Does sum_round for buckets of 8 * `lanes` elements, which fit the threads of a block.
+template <class T>
+__global__ void sum_round_kernel(WeightedSum<T> source, int lanes, const T* levels, int bits, uint8_t* codes, T* norms,
+                                 int64_t n) {
+    const int64_t groups = (n + 7) / 8, step = int64_t(gridDim.x) * kThreads;
+    for (int64_t from = int64_t(blockIdx.x) * kThreads; from < groups; from += step) {
+        const int64_t group = from + threadIdx.x;
+        const int count = group < groups ? group_size(group, n) : 0;
+        T sum[8];
+        source.read(group, count, sum);
+        typename Largest<T>::Value most = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) most = Largest<T>::join(most, Largest<T>::term(sum[j]));
+        const T norm = Largest<T>::finish(over_lanes<Largest<T>>(most, lanes));
         if (count == 0) continue;
-        const T norm = bits_as<T>(most);
+        check_group(sum, count, source.good);
         if (group % lanes == 0) norms[group / lanes] = norm;
         uint32_t found[8];
 #pragma unroll
@@ -196,10 +267,7 @@ __global__ void sum_round_kernel(const T* x, T a, const T* y, T b, int lanes, co
             sum[j] += levels[found[j]] * -norm;
         }
         store_codes(found, bits, group, count, n, codes);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (j < count) out[8 * group + j] = sum[j];
-        }
+        store_group(sum, group, count, source.out);
     }
 }
 
@@ -226,61 +294,32 @@ template <class T> void binarize(const Stream& on, const T* x, T threshold, uint
         const int count = group_size(group, n);
         T found[8];
         load_group(x, group, count, found);
-        uint32_t byte = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) byte |= uint32_t(j < count && found[j] >= threshold) << j;
-        bits[group] = uint8_t(byte);
+        bits[group] = byte_of(found, threshold, count);
     });
 }
 
 template <class T>
 void binarize_finite(const Stream& on, const T* x, T threshold, uint8_t* bits, uint8_t* good, int64_t n) {
-    using Word = typename Format<T>::Word;
-    reduce(
-        on, divide_up(n, 8), Word(0),
-        [=] __device__(int64_t group) {
-            const int count = group_size(group, n);
-            T found[8];
-            load_group(x, group, count, found);
-            uint32_t byte = 0;
-            Word most = 0;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                byte |= uint32_t(j < count && found[j] >= threshold) << j;
-                const Word word = magnitude_bits(found[j]);
-                most = word > most ? word : most;
-            }
-            bits[group] = uint8_t(byte);
-            return most;
-        },
-        Larger<Word>(), [=] __device__(Word most) { *good = most <= largest_bits<T>() ? 1 : 0; });
+    set_good(on, good);
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8];
+        load_group(x, group, count, found);
+        bits[group] = byte_of(found, threshold, count);
+        check_group(found, count, good);
+    });
 }
 
 template <class T>
 void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint8_t* bits, T* means, int64_t n) {
-    reduce(
-        on, divide_up(n, 8), Sides{0, 0, 0},
-        [=] __device__(int64_t group) {
-            const int count = group_size(group, n);
-            T found[8];
-            load_group(x, group, count, found);
-            uint32_t byte = 0;
-            Sides sides{0, 0, 0};
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const bool above = found[j] >= threshold;
-                byte |= uint32_t(j < count && above) << j;
-                sides.count += j < count && above ? 1.0 : 0.0;
-                sides.high += double(above ? found[j] : T(0));
-                sides.low += double(above ? T(0) : found[j]);
-            }
-            bits[group] = uint8_t(byte);
-            return sides;
-        },
-        JoinSides(),
-        [=] __device__(const Sides& sides) {
-            single ? mean_magnitude(sides, n, means) : means_of(sides, n, means);
-        });
+    signs_and_means(on, Elements<T>{x}, threshold, single, bits, means, n);
+}
+
+template <class T>
+void sum_sign_mean(const Stream& on, const T* x, T a, const T* y, T b, T* out, uint8_t* good, uint8_t* bits, T* mean,
+                   int64_t n) {
+    set_good(on, good);
+    signs_and_means(on, WeightedSum<T>{x, a, y, b, out, good}, T(0), true, bits, mean, n);
 }
 
 template <class T>
@@ -356,6 +395,19 @@ void quantize_packed(const Stream& on, const T* x, const T* scales, int64_t widt
 }
 
 template <class T>
+void bucket_quantize(const Stream& on, const T* x, int64_t width, bool largest, int levels, int bits,
+                     const RandomKey* key, uint8_t* out, T* norms, int64_t n) {
+    if (fits_threads(width)) {
+        launch(on, blocks_for(divide_up(n, 8), kThreads),
+               largest ? bucket_codes_kernel<T, Largest<T>> : bucket_codes_kernel<T, SumOfSquares<T>>, x,
+               int(width / 8), levels, bits, noise_of(key), out, norms, n);
+        return;
+    }
+    bucket_norms(on, x, n, width, largest, norms);
+    quantize_packed(on, x, norms, width, levels, bits, static_cast<const T*>(nullptr), key, out, n);
+}
+
+template <class T>
 void floor_packed(const Stream& on, const T* x, const T* delta, int bits, const RandomKey& key, uint8_t* out, int64_t n) {
     const Noise noise = noise_of(&key);
     each(on, divide_up(n, 8), [=] __device__(int64_t group) {
@@ -402,19 +454,19 @@ void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, 
 template <class T>
 void sum_round(const Stream& on, const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out,
                uint8_t* codes, T* norms, uint8_t* good, int64_t n) {
-    const int64_t lanes = width / 8, groups = divide_up(n, 8);
-    if (width % 8 == 0 && lanes <= kWarp && (lanes & (lanes - 1)) == 0) {
-        launch(on, blocks_for(groups, kThreads), sum_round_kernel<T>, x, a, y, b, int(lanes), levels, bits, out, codes,
-               norms, groups, n);
-    } else {
-        weighted_sum(on, x, a, y, b, out, n);
-        bucket_norms(on, out, n, width, true, norms);
-        round_packed(on, out, norms, width, levels, bits, nullptr, codes, n);
-        const ListedValue<T> value{divisor(width), bits};
-        const Listed<T> sent{codes, norms, levels};
-        map(on, out, n, [=] __device__(int64_t i) { return out[i] - value(sent, i); });
+    const WeightedSum<T> sum{x, a, y, b, out, good};
+    if (fits_threads(width)) {
+        set_good(on, good);
+        launch(on, blocks_for(divide_up(n, 8), kThreads), sum_round_kernel<T>, sum, int(width / 8), levels, bits, codes,
+               norms, n);
+        return;
     }
-    finite(on, norms, divide_up(n, width), good);
+    finite_sum(on, x, a, y, b, out, n, good);
+    bucket_norms(on, out, n, width, true, norms);
+    round_packed(on, out, norms, width, levels, bits, nullptr, codes, n);
+    const ListedValue<T> value{divisor(width), bits};
+    const Listed<T> sent{codes, norms, levels};
+    map(on, out, n, [=] __device__(int64_t i) { return out[i] - value(sent, i); });
 }
 
 template <class T>
@@ -480,6 +532,7 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
     template void binarize<T>(const Stream&, const T*, T, uint8_t*, int64_t);                                         \
     template void binarize_finite<T>(const Stream&, const T*, T, uint8_t*, uint8_t*, int64_t);                        \
     template void binarize_means<T>(const Stream&, const T*, T, bool, uint8_t*, T*, int64_t);                         \
+    template void sum_sign_mean<T>(const Stream&, const T*, T, const T*, T, T*, uint8_t*, uint8_t*, T*, int64_t);      \
     template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T, T*, int64_t);    \
     template void binarize_columns<T>(const Stream&, const T*, T, int64_t, uint8_t*, T*, int64_t);                     \
     template void column_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, bool, const T*, T*, int64_t);    \
@@ -487,6 +540,8 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
     template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \
     template void quantize_packed<T>(const Stream&, const T*, const T*, int64_t, int, int, const T*, const RandomKey*, \
                                      uint8_t*, int64_t);                                                              \
+    template void bucket_quantize<T>(const Stream&, const T*, int64_t, bool, int, int, const RandomKey*, uint8_t*, T*, \
+                                     int64_t);                                                                        \
     template void floor_packed<T>(const Stream&, const T*, const T*, int, const RandomKey&, uint8_t*, int64_t);       \
     template void dequantize_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, int, int, const T*, T*, int64_t); \
     template void round_packed<T>(const Stream&, const T*, const T*, int64_t, const T*, int, const RandomKey*,        \

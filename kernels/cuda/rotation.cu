@@ -40,7 +40,7 @@ template <class V> __device__ V of_first(V mine) {
     return held;
 }
 
-// y = H D' H D x / d of a block in shared memory, with zeros from `length` on. All threads must take part.
+// y = H D' H D x / d of a block in shared memory, with zeros from `length` on. x may be y. All threads must take part.
 template <class T>
 __device__ void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
     for (int64_t i = threadIdx.x; i < width; i += kThreads) {
@@ -191,12 +191,12 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
         uint32_t shown = 0;
         __syncthreads();
         for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-            const T mine = first + i < by.n ? x[first + i] : T(0);
+            const T mine = rotated[i] = first + i < by.n ? x[first + i] : T(0);
             squares += double(mine) * double(mine);
             if (magnitude_bits(mine) > largest_bits<T>()) shown = 1;
         }
         shown = of_first(joined(shown, Larger<uint32_t>()));
-        rotate_block(x + first, by.key, first, by.n - first, width, rotated);
+        rotate_block(rotated, by.key, first, by.n - first, width, rotated);
         T reach, norm = 0;
         if (fit) {
             norm = T(sqrt(of_first(joined(squares, Added<double>()))));
@@ -230,11 +230,14 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
     }
 }
 
+// The sum stays in registers until all ranks are in it.
 template <class T>
 __global__ void rotated_sum_kernel(Ranks<Salted<T>> ranks, Rotation<T> by, RandomKey key, const T* onto, T* out) {
     __shared__ T values[kRotation];
+    constexpr int each = int(kRotation) / kThreads;
     for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
         const int64_t first = block * by.block, width = by.width(block);
+        T sum[each];
         for (int r = 0; r < ranks.count; ++r) {
             const Salted<T>& rank = ranks.parts[r];
             __syncthreads();
@@ -248,12 +251,18 @@ __global__ void rotated_sum_kernel(Ranks<Salted<T>> ranks, Rotation<T> by, Rando
             }
             hadamard(values, width);
             const T scale = rank.coded.scales[block];
-            for (int64_t i = threadIdx.x; i < width && first + i < by.n; i += kThreads) {
+#pragma unroll
+            for (int j = 0; j < each; ++j) {
+                const int64_t i = threadIdx.x + int64_t(j) * kThreads;
+                if (i >= width || first + i >= by.n) continue;
                 const T value = with_sign(signs.first, first + i, values[i]) * scale;
-                // Only this thread reads and writes the element.
-                const T* base = r > 0 ? out : onto;
-                out[first + i] = base == nullptr ? value : base[first + i] + value;
+                sum[j] = r > 0 ? sum[j] + value : onto == nullptr ? value : onto[first + i] + value;
             }
+        }
+#pragma unroll
+        for (int j = 0; j < each; ++j) {
+            const int64_t i = threadIdx.x + int64_t(j) * kThreads;
+            if (i < width && first + i < by.n) out[first + i] = sum[j];
         }
     }
 }

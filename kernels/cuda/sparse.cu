@@ -1,7 +1,7 @@
 // Selection of elements, and operations at a list of indices.
 //
 // A selection marks elements by bits, computes the number of marks before every stretch of the array, and then writes
-// values and indices to their positions. x is read once, the marks are read twice.
+// values and indices to their positions. x is read once, the marks are written and read once.
 #include "grace/vertices.h"
 #include "ranks.h"
 #include "stretches.h"
@@ -48,11 +48,6 @@ struct Marks {
 };
 
 enum Mark { kLeft = 0, kPassed = 1, kTied = 2 };
-
-template <class T> struct Elements {
-    const T* x;
-    __device__ void operator()(int64_t group, int count, T found[8]) const { load_group(x, group, count, found); }
-};
 
 // The elements that are certain or drawn, with zeros in place of all others, which have a smaller magnitude.
 template <class T> struct DrawnElements {
@@ -237,12 +232,19 @@ __global__ void compact_kernel(int64_t n, Shares shares, Marks marks, const int6
     }
 }
 
+// Marks without their sums before every stretch.
 template <class T, class Source, class Test>
-Marks mark(const Stream& on, Source source, int64_t n, const Shares& shares, bool ties, Test test) {
+Marks marked(const Stream& on, Source source, int64_t n, const Shares& shares, bool ties, Test test) {
     const int64_t groups = divide_up(n, 8);
     const Marks marks{scratch<uint8_t>(on, groups), ties ? scratch<uint8_t>(on, groups) : nullptr,
                       scratch<uint64_t>(on, shares.count + 1)};
     launch(on, shares.count, mark_kernel<T, Source, Test>, source, n, shares, test, marks);
+    return marks;
+}
+
+template <class T, class Source, class Test>
+Marks mark(const Stream& on, Source source, int64_t n, const Shares& shares, bool ties, Test test) {
+    const Marks marks = marked<T>(on, source, n, shares, ties, test);
     add_before(on, marks.before, shares.count);
     return marks;
 }
@@ -267,40 +269,94 @@ struct Search {
 // The sign of the elements to search: 1, -1, or 0 for all.
 template <class T> __device__ inline bool is_of(T x, int sign) { return sign == 0 || (sign > 0 ? x > 0 : x < 0); }
 
+// Elements whose upper bits are larger than the known ones pass, and those with the known bits are tied.
 template <class T> struct AgainstFound {
     const Search* search;
-    int sign;
+    int sign, shift;
     __device__ int operator()(T x) const {
         if (!is_of(x, sign)) return kLeft;
-        const uint64_t size = magnitude_bits(x), bound = search->known;
+        const uint64_t size = uint64_t(magnitude_bits(x)) >> shift, bound = search->known >> shift;
         return size > bound ? kPassed : size == bound ? kTied : kLeft;
     }
 };
 
-// Counts each digit among the magnitudes with the known upper bits.
-template <class T>
-__global__ void digits_kernel(const T* x, int64_t n, int sign, int shift, int bits, const Search* search, uint32_t* bins) {
+// Counts of each digit, which a block adds up before it adds them to those of all blocks.
+struct Bins {
+    uint32_t* mine;  // of the block
+    int shift, bits;
+
+    __device__ void clear() const {
+        for (int b = int(threadIdx.x); b < kBins; b += kThreads) mine[b] = 0;
+        __syncthreads();
+    }
+    __device__ void count(uint64_t size) const {
+        atomicAdd(&mine[(size >> shift) & ((uint64_t(1) << bits) - 1)], 1u);
+    }
+    __device__ void add_to(uint32_t* all) const {
+        __syncthreads();
+        for (int b = int(threadIdx.x); b < kBins; b += kThreads) {
+            if (mine[b] != 0) atomicAdd(&all[b], mine[b]);
+        }
+    }
+};
+
+// Counts the first digit of the magnitudes of what a source reads.
+template <class T, class Source>
+__global__ void first_digit_kernel(Source source, int64_t n, int sign, int shift, int bits, uint32_t* all) {
     __shared__ uint32_t mine[kBins];
-    for (int b = int(threadIdx.x); b < kBins; b += kThreads) mine[b] = 0;
-    __syncthreads();
-    const uint64_t known = search->known >> (shift + bits);
+    const Bins bins{mine, shift, bits};
+    bins.clear();
     for (int64_t group = int64_t(blockIdx.x) * kThreads + threadIdx.x; 8 * group < n;
          group += int64_t(gridDim.x) * kThreads) {
         const int count = group_size(group, n);
         T found[8];
-        load_group(x, group, count, found);
+        source(group, count, found);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const uint64_t size = magnitude_bits(found[j]);
-            if (j < count && is_of(found[j], sign) && size >> (shift + bits) == known) {
-                atomicAdd(&mine[(size >> shift) & ((uint64_t(1) << bits) - 1)], 1u);
-            }
+            if (j < count && is_of(found[j], sign)) bins.count(magnitude_bits(found[j]));
         }
     }
-    __syncthreads();
-    for (int b = int(threadIdx.x); b < kBins; b += kThreads) {
-        if (mine[b] != 0) atomicAdd(&bins[b], mine[b]);
+    bins.add_to(all);
+}
+
+// Counts a further digit. Only tied elements can have the known upper bits.
+template <class T>
+__global__ void next_digit_kernel(const T* x, int64_t n, const uint8_t* tied, int shift, int bits, const Search* search,
+                                  uint32_t* all) {
+    __shared__ uint32_t mine[kBins];
+    const Bins bins{mine, shift, bits};
+    bins.clear();
+    const uint64_t known = search->known >> (shift + bits);
+    for (int64_t group = int64_t(blockIdx.x) * kThreads + threadIdx.x; 8 * group < n;
+         group += int64_t(gridDim.x) * kThreads) {
+        for (uint32_t left = tied[group]; left != 0; left &= left - 1) {
+            const uint64_t size = magnitude_bits(x[8 * group + __ffs(int(left)) - 1]);
+            if (size >> (shift + bits) == known) bins.count(size);
+        }
     }
+    bins.add_to(all);
+}
+
+// Divides the elements that were tied by their first digit into those that pass, those that are tied by all digits and
+// the others, and counts the marks.
+template <class T>
+__global__ void settle_kernel(const T* x, int64_t n, Shares shares, AgainstFound<T> test, Marks marks) {
+    uint64_t counts = 0;
+    for (int64_t tile = first_tile(shares); tile < last_tile(shares); ++tile) {
+        const int64_t group = tile * kThreads + threadIdx.x;
+        if (8 * group >= n) break;
+        uint32_t passed = marks.passed[group], tied = 0;
+        for (uint32_t left = marks.tied[group]; left != 0; left &= left - 1) {
+            const int j = __ffs(int(left)) - 1, mark = test(x[8 * group + j]);
+            passed |= uint32_t(mark == kPassed) << j;
+            tied |= uint32_t(mark == kTied) << j;
+        }
+        marks.passed[group] = uint8_t(passed);
+        marks.tied[group] = uint8_t(tied);
+        counts += counts_of(uint32_t(__popc(passed)), uint32_t(__popc(tied)));
+    }
+    counts = joined(counts, Added<uint64_t>());
+    if (threadIdx.x == 0) marks.before[blockIdx.x] = counts;
 }
 
 // Finds the digit at the wanted rank. One block; thread 0 has the largest digits.
@@ -323,36 +379,71 @@ __device__ inline bool inside(int32_t index, int64_t n, int* fault) {
     return good;
 }
 
-// The k largest magnitudes among the elements of a sign. There are at least k > 0 of them.
-template <class T>
-void largest(const Stream& on, const T* x, int64_t n, int sign, int64_t k, T* values, int32_t* indices) {
+// The k largest magnitudes among the elements of a sign, of the array x that the source reads. There are at least k > 0
+// of them. The array is read twice: for the first digit of the k-th magnitude, and to mark the elements by it. After
+// that only those tied by it are read.
+template <class T, class Source>
+void largest(const Stream& on, Source source, const T* x, int64_t n, int sign, int64_t k, T* values, int32_t* indices) {
     Search* search = scratch<Search>(on, 1);
     each(on, 1, [=] __device__(int64_t) { *search = Search{0, k}; });
     uint32_t* bins = scratch<uint32_t>(on, kBins);
-    int high = int(sizeof(T)) * 8 - 1;
-    while (high > 0) {
+    const Shares shares = shares_of(n);
+    const int64_t blocks = std::min(kMostParts, divide_up(n, kTile));
+    Marks marks{};
+    for (int high = int(sizeof(T)) * 8 - 1; high > 0;) {
+        const bool first = marks.passed == nullptr;
         const int bits = std::min(kDigit, high), shift = high - bits;
         check(cudaMemsetAsync(bins, 0, kBins * sizeof(uint32_t), on.handle), "zeros");
-        launch(on, std::min(kMostParts, divide_up(n, kTile)), digits_kernel<T>, x, n, sign, shift, bits, search, bins);
+        if (first) {
+            launch(on, blocks, first_digit_kernel<T, Source>, source, n, sign, shift, bits, bins);
+        } else {
+            launch(on, blocks, next_digit_kernel<T>, x, n, marks.tied, shift, bits, search, bins);
+        }
         launch(on, 1, digit_kernel, bins, shift, search);
+        if (first) marks = marked<T>(on, Elements<T>{x}, n, shares, true, AgainstFound<T>{search, sign, shift});
         high = shift;
     }
-    const Shares shares = shares_of(n);
-    const Marks marks = mark<T>(on, Elements<T>{x}, n, shares, true, AgainstFound<T>{search, sign});
+    launch(on, shares.count, settle_kernel<T>, x, n, shares, AgainstFound<T>{search, sign, 0}, marks);
+    add_before(on, marks.before, shares.count);
     const WriteFound<T> write{x, {values, indices}};
     launch(on, shares.count, compact_kernel<WriteFound<T>>, n, shares, marks, &search->rank, write);
+}
+
+// All elements.
+template <class T> void take_all(const Stream& on, const T* x, int64_t n, T* values, int32_t* indices) {
+    each(on, n, [=] __device__(int64_t i) {
+        values[i] = x[i];
+        indices[i] = int32_t(i);
+    });
+}
+
+// The elements that a source reads and a test passes, of the array x. Waits for the stream.
+template <class T, class Source, class Test>
+void select_from(const Stream& on, Source source, const T* x, Test test, int64_t n, const Room<T>& room) {
+    const Shares shares = shares_of(n);
+    const Marks marks = mark<T>(on, source, n, shares, false, test);
+    const int64_t count = int64_t(fetched(on, marks.before + shares.count) & 0xFFFFFFFFu);
+    const WriteFound<T> write{x, room(count)};
+    if (count == 0) return;
+    launch(on, shares.count, compact_kernel<WriteFound<T>>, n, shares, marks, nullptr, write);
 }
 
 }  // namespace
 
 template <class T>
 void select(const Stream& on, const T* x, const T* bound, bool strict, bool nonzero, int64_t n, const Room<T>& room) {
-    const Shares shares = shares_of(n);
-    const Marks marks = mark<T>(on, Elements<T>{x}, n, shares, false, Exceeds<T>{bound, strict, nonzero});
-    const int64_t count = int64_t(fetched(on, marks.before + shares.count) & 0xFFFFFFFFu);
-    const WriteFound<T> write{x, room(count)};
-    if (count == 0) return;
-    launch(on, shares.count, compact_kernel<WriteFound<T>>, n, shares, marks, nullptr, write);
+    select_from(on, Elements<T>{x}, x, Exceeds<T>{bound, strict, nonzero}, n, room);
+}
+
+template <class T>
+void sum_select(const Stream& on, const T* x, T a, const T* y, T b, T* out, const T* bound, bool strict, int64_t n,
+                const Room<T>& room, const std::function<uint8_t*()>& good) {
+    // The result follows those whose lengths depend on the data.
+    uint8_t* all = scratch<uint8_t>(on, 1);
+    set_good(on, all);
+    select_from(on, WeightedSum<T>{x, a, y, b, out, all}, out, Exceeds<T>{bound, strict, false}, n, room);
+    uint8_t* to = good();
+    each(on, 1, [=] __device__(int64_t) { *to = *all; });
 }
 
 template <class T>
@@ -504,11 +595,22 @@ void vertices_sum(const Stream& on, const std::vector<VertexCodes<T>>& ranks, co
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices) {
     if (k == 0) return;
     if (k == n) {
-        map(on, values, n, [=] __device__(int64_t i) { return x[i]; });
-        map(on, indices, n, [=] __device__(int64_t i) { return int32_t(i); });
+        take_all(on, x, n, values, indices);
+    } else {
+        largest(on, Elements<T>{x}, x, n, 0, k, values, indices);
+    }
+}
+
+template <class T>
+void sum_top(const Stream& on, const T* x, T a, const T* y, T b, T* out, uint8_t* good, int64_t n, int64_t k, T* values,
+             int32_t* indices) {
+    if (k == 0 || k == n) {
+        finite_sum(on, x, a, y, b, out, n, good);
+        if (k > 0) take_all(on, out, n, values, indices);
         return;
     }
-    largest(on, x, n, 0, k, values, indices);
+    set_good(on, good);
+    largest(on, WeightedSum<T>{x, a, y, b, out, good}, out, n, 0, k, values, indices);
 }
 
 template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out) {
@@ -569,7 +671,7 @@ void top_of_sides(const Stream& on, const T* x, int64_t n, const std::function<i
     for (int side = 0; side < 2; ++side) {
         const int64_t count = k[side];
         T *mean = out.means + side, *values = scratch<T>(on, count);
-        if (count > 0) largest(on, x, n, side == 0 ? 1 : -1, count, values, side == 0 ? out.positive : out.negative);
+        if (count > 0) largest(on, Elements<T>{x}, x, n, side == 0 ? 1 : -1, count, values, side == 0 ? out.positive : out.negative);
         reduce(
             on, count, 0.0, [=] __device__(int64_t i) { return double(values[i]); }, Added<double>(),
             [=] __device__(double sum) { *mean = count > 0 ? T(sum / double(count)) : T(0); });
@@ -618,7 +720,19 @@ template <class T> void scatter_add(const Stream& on, T* x, int64_t n, const Ent
 template <class T>
 void sparse_sum(const Stream& on, const std::vector<Entries<T>>& lists, const T* onto, T* out, int64_t n) {
     if (onto == nullptr && n > 0) check(cudaMemsetAsync(out, 0, sizeof(T) * static_cast<size_t>(n), on.handle), "zeros");
-    for (const Entries<T>& list : lists) scatter_add(on, out, n, list);
+    for (size_t r = 0; r < lists.size(); ++r) {
+        if (r > 0 || onto != nullptr) {
+            scatter_add(on, out, n, lists[r]);
+            continue;
+        }
+        // The first values are added to zeros, which need not be read.
+        int* fault = on.fault;
+        const Entries<T> mine = lists[r];
+        each(on, mine.count, [=] __device__(int64_t i) {
+            const int32_t index = mine.indices[i];
+            if (inside(index, n, fault)) out[index] = T(0) + mine.values[i];
+        });
+    }
 }
 
 template <class T> void power_fade(const Stream& on, T* x, const int32_t* words, T factor, int64_t count, int64_t n) {
@@ -655,7 +769,10 @@ void power_sum(const Stream& on, const std::vector<PowerWords<T>>& lists, const 
     template void drawn_entries<T>(const Stream&, const int32_t*, const T*, T*, int32_t*, int64_t);      \
     template void draw_vertices<T>(const Stream&, const T*, const T*, const Vertices&, int64_t*, int64_t*); \
     template void vertices_sum<T>(const Stream&, const std::vector<VertexCodes<T>>&, const Vertices&, const T*, T*); \
+    template void sum_select<T>(const Stream&, const T*, T, const T*, T, T*, const T*, bool, int64_t,    \
+                                const Room<T>&, const std::function<uint8_t*()>&);                       \
     template void top<T>(const Stream&, const T*, int64_t, int64_t, T*, int32_t*);                       \
+    template void sum_top<T>(const Stream&, const T*, T, const T*, T, T*, uint8_t*, int64_t, int64_t, T*, int32_t*); \
     template void top_bound<T>(const Stream&, const T*, int64_t, int64_t, T*);                          \
     template void moments<T>(const Stream&, const T*, const T*, int, int64_t, int64_t*, T*);              \
     template void top_of_sides<T>(const Stream&, const T*, int64_t, const std::function<int64_t(int64_t)>&, \

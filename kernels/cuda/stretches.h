@@ -9,8 +9,6 @@
 namespace grace {
 namespace gpu {
 
-constexpr int64_t kTile = int64_t(kThreads) * 8;  // elements that a block handles at once
-
 // The tiles of an array, divided into stretches. One block handles one stretch.
 struct Shares {
     int64_t tiles, each, count;

@@ -92,10 +92,7 @@ template <class T>
 void finite_sum(const Stream& on, const T* x, T a, const T* y, T b, T* out, int64_t n, uint8_t* good);
 template <class T>
 void momentum_sum(const Stream& on, const T* u, T m, const T* g, const T* v, T* momentum, T* out, uint8_t* good,
-                  int64_t n) {
-    weighted_sum(on, u, m, g, T(1), momentum, n);
-    finite_sum(on, v, T(1), momentum, T(1), out, n, good);
-}
+                  int64_t n);
 template <class T>
 void square_sum(const Stream& on, const T* x, const T* onto, T largest, T limit, T* out, int64_t n);
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
@@ -122,10 +119,7 @@ void binarize_means(const Stream& on, const T* x, T threshold, bool single, uint
 // The signs and the mean magnitude of a weighted sum of x and y, which is also the output `out`.
 template <class T>
 void sum_sign_mean(const Stream& on, const T* x, T a, const T* y, T b, T* out, uint8_t* good, uint8_t* bits, T* mean,
-                   int64_t n) {
-    finite_sum(on, x, a, y, b, out, n, good);
-    binarize_means(on, out, T(0), true, bits, mean, n);
-}
+                   int64_t n);
 // Coded::scales holds the two levels of the rank, or one if `single`. `onto` may be `out` or null.
 template <class T>
 void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool single, bool negate, const T* onto, T factor,
@@ -155,10 +149,7 @@ void round_packed(const Stream& on, const T* x, const T* scales, int64_t width, 
 // The norms of buckets, and the codes of their elements by them.
 template <class T>
 void bucket_quantize(const Stream& on, const T* x, int64_t width, bool largest, int levels, int bits,
-                     const RandomKey* key, uint8_t* out, T* norms, int64_t n) {
-    bucket_norms(on, x, n, width, largest, norms);
-    quantize_packed(on, x, norms, width, levels, bits, static_cast<const T*>(nullptr), key, out, n);
-}
+                     const RandomKey* key, uint8_t* out, T* norms, int64_t n);
 // What rounding leaves of a x + b y, which is rounded to 2^bits levels times the largest magnitude of each bucket.
 template <class T>
 void sum_round(const Stream& on, const T* x, T a, const T* y, T b, int64_t width, const T* levels, int bits, T* out,
@@ -201,20 +192,13 @@ template <class T>
 void drawn_entries(const Stream& on, const int32_t* drawn, const T* scale, T* values, int32_t* indices, int64_t count);
 // The k largest magnitudes, 0 <= k <= n < 2^31, sorted by index. Of equal magnitudes, the lower index comes first.
 template <class T> void top(const Stream& on, const T* x, int64_t n, int64_t k, T* values, int32_t* indices);
-// A selection from a weighted sum of x and y, which is also the output `out`.
+// A selection from a weighted sum of x and y, which is also the output `out`. `sum_select` waits for the stream.
 template <class T>
 void sum_top(const Stream& on, const T* x, T a, const T* y, T b, T* out, uint8_t* good, int64_t n, int64_t k, T* values,
-             int32_t* indices) {
-    finite_sum(on, x, a, y, b, out, n, good);
-    top(on, out, n, k, values, indices);
-}
+             int32_t* indices);
 template <class T>
 void sum_select(const Stream& on, const T* x, T a, const T* y, T b, T* out, const T* bound, bool strict, int64_t n,
-                const Room<T>& room, const std::function<uint8_t*()>& good) {
-    weighted_sum(on, x, a, y, b, out, n);
-    select(on, out, bound, strict, false, n, room);
-    finite(on, out, n, good());
-}
+                const Room<T>& room, const std::function<uint8_t*()>& good);
 // The smallest of the k largest magnitudes, 1 <= k.
 template <class T> void top_bound(const Stream& on, const T* x, int64_t n, int64_t k, T* out);
 // Selects the kept(count) largest elements of each sign. Their means are summed in float64. Waits for the stream.
