@@ -24,6 +24,7 @@ from grace.testing.harness import (
     FRAMEWORKS,
     SMALLEST,
     Exchange,
+    array,
     draw,
     exchange,
     flushed_below,
@@ -431,6 +432,20 @@ class CompressorContract(UnitContract):
                 ex = exchange(compressor, ops, spec, [x])
                 finite = [bool(ops.finite(ex.payloads[0][name])) for name in floats]
                 assert not all(finite), (spec, place, value)
+
+    def test_declared_nonfinite_values_show_in_proposals(self, compressor: Compressor, ops: ArrayOps) -> None:
+        if not (isinstance(compressor, Negotiating) and compressor.proposal_shows and ops.runs_kernels):
+            return
+        for spec in (self.spec(compressor), TensorSpec("w", (5000,))):
+            at = exchange(compressor, ops, spec, [draw(spec, 2)]).sites[0]
+            limit = MAX_MAGNITUDE[spec.work_dtype]
+            for place, value in itertools.product(
+                (0, 17, spec.numel - 1), (np.nan, np.inf, -np.inf, -1.01 * limit, 1.0)
+            ):
+                x = draw(spec, 1)
+                x[place] = value
+                proposal = compressor.propose(array(ops, x, spec.work_dtype), at)
+                assert bool(ops.finite(proposal.array)) == (value == 1.0), (spec, place, value)
 
     def test_declared_nonfinite_values_are_carried(self, compressor: Compressor, ops: ArrayOps) -> None:
         if compressor.nonfinite != "carried":

@@ -21,6 +21,7 @@ from grace.core.compressors.randomk import RandomK
 from grace.core.compressors.signsgd import SignSGD
 from grace.core.compressors.terngrad import TernGrad
 from grace.core.compressors.topk import TopK
+from grace.core.compressors.uniform import Uniform
 from grace.core.errors import IncompatibleError
 from grace.core.memories.dgc import DGCMemory
 from grace.core.memories.none import NoMemory
@@ -453,6 +454,13 @@ class LosesNaN(NoCompression):
 class HidesNaN(QSGD):
     def compress(self, x, at):
         return super().compress(at.ops.where(x == x, x, 0.0), at)
+
+
+@breaks("test_declared_nonfinite_values_show_in_proposals")
+@dataclass(frozen=True)
+class ProposesNoNaN(Uniform):
+    def propose(self, x, at):
+        return super().propose(at.ops.where(x == x, x, 0.0), at)
 
 
 @breaks("test_declared_flatness_holds", compress_ratio=0.1)

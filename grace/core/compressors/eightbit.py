@@ -59,6 +59,7 @@ class EightBit(Compressor):
     format: Literal["1-3-4", "dynamic", "e4m3", "e5m2"] = "dynamic"
 
     linear_in = ("scale",)
+    nonfinite = "shown"
 
     def contraction(self, spec: TensorSpec) -> float | None:
         if self.format != "dynamic":

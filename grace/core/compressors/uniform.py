@@ -63,6 +63,7 @@ class Uniform(Compressor, Negotiating):
 
     summable = True
     linear_in = ("scale",)
+    proposal_shows = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 24:

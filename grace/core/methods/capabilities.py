@@ -29,6 +29,11 @@ class Negotiating(ABC):
     def propose(self, x: Array, at: Site) -> Proposal:
         """Return what the ranks combine, flat; `at.negotiated` is the result. Called only if a field is proposed."""
 
+    @property
+    def proposal_shows(self) -> bool:
+        """True if a proposal counts as infinite whenever an element of x does, so that no pass must look."""
+        return False
+
 
 class Selecting(ABC):
     """Capability to say which coordinates the payload carries; it carries nothing of the others (momentum masking)."""

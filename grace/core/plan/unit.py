@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from grace.core.config.config import Method, dense_method
-from grace.core.methods.capabilities import Learning, Tuning, proposed_fields, ratio_of
+from grace.core.methods.capabilities import Learning, Negotiating, Tuning, proposed_fields, ratio_of
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, keep_count, sparsifies
 from grace.core.methods.fusions import Fused, find_fusions
@@ -143,6 +143,11 @@ class Assignment:
     def shows(self) -> bool:
         """True if the payload tells of NaN and infinity, and nothing needs to know of them earlier."""
         return self.compressor.nonfinite == "shown" and keeps_nothing(self.memory) and not self.proposed
+
+    @cached_property
+    def proposal_shows(self) -> bool:
+        """True if what a rank proposes tells of NaN and infinity."""
+        return bool(self.proposed) and isinstance(self.compressor, Negotiating) and self.compressor.proposal_shows
 
     @cached_property
     def overflowing(self) -> tuple[str, ...]:

@@ -145,6 +145,10 @@ class UnitStep:
             self.bad = ops.bit_not(good)
             self._check_payload()
             return
+        if finite is None and unit.guarded and unit.proposal_shows and ops.runs_kernels:
+            proposal = self._propose(x)
+            self._take_proposal(x, proposal, ops.finite(proposal.array))
+            return
         if unit.guarded and not (unit.shows and ops.runs_kernels):
             # Codecs may rely on finite input: zeros replace a bad gradient, and its flag tells the other ranks.
             self.bad = ops.bit_not(ops.finite(x) if finite is None else finite)
@@ -152,11 +156,14 @@ class UnitStep:
                 good = x
                 x = self.x = ops.choose(self.bad, lambda: ops.zeros(spec.numel, spec.work_dtype), lambda: good)
         if unit.proposed:
-            assert isinstance(unit.compressor, Negotiating)
-            self.proposal = unit.compressor.propose(x, self.site)
+            self.proposal = self._propose(x)
             self._check_proposal(self.proposal)
         else:
             self.compress()
+
+    def _propose(self, x: Array) -> Proposal:
+        assert isinstance(self.unit.compressor, Negotiating)
+        return self.unit.compressor.propose(x, self.site)
 
     def _compress_fused(self, gradient: Array, memory: State, at: Site) -> bool:
         """Compensate and compress or propose in one pass; return False if no fusion of the two methods does."""
@@ -206,9 +213,8 @@ class UnitStep:
         if self.bad is not False:
 
             def nothing() -> list[Array]:
-                assert isinstance(unit.compressor, Negotiating)
                 zeros = ops.zeros(unit.spec.numel, unit.spec.work_dtype)
-                return [zeros, unit.compressor.propose(zeros, self.site).array]
+                return [zeros, self._propose(zeros).array]
 
             given = [x, proposal.array]
             x, array = ops.choose(self.bad, nothing, lambda: given)
