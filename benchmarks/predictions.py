@@ -4,9 +4,9 @@
 
 First it measures every model, link and method on 2 ranks, with a core each and both on one core, and fits `Constants`
 to the models that are not in `HELD_OUT`. Then it predicts and measures the steps on more ranks. Of a held-out model,
-only the time of a step without exchange on 2 ranks is known. Every step is measured in two rounds, whose difference is
-the noise. It takes about 25 minutes of two idle cores, as root, and needs SciPy. A whole run also writes what
-`grace what-if` says of its accuracy (grace/advice/accuracy.py).
+only its passes are known, and the time of a step without exchange on 2 ranks. Every step is measured in two rounds,
+whose difference is the noise. It takes about 25 minutes of two idle cores, as root, and needs SciPy. A whole run also
+writes what `grace what-if` says of its accuracy (grace/advice/accuracy.py).
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import re
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +30,9 @@ import torch
 from scipy.optimize import least_squares
 
 from grace.advice import accuracy
-from grace.advice.cost import Codecs, buckets, ddp_buckets, ready_times
+from grace.advice.cost import Codecs, buckets, ddp_buckets
 from grace.advice.model import LATENCY, Link, Machine, Step, predict
+from grace.advice.passes import measured as measured_passes
 from grace.bench.frameworks import set_up
 from grace.bench.step.methods import COMPUTE, Method
 from grace.bench.step.models_torch import MODELS
@@ -47,8 +49,6 @@ LINKS = {"1gbit": 1e9, "10gbit": 1e10}
 METHODS = ("ddp", "fp16", "qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
 CALIBRATED, PREDICTED = 2, (4, 8)
 ROUNDS, STEPS = 2, 3
-# The part of a step in which the forward pass runs.
-FORWARD = 1 / 3
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -57,21 +57,22 @@ class Constants(NamedTuple):
 
     `efficiency` is the part of the nominal bandwidth, and `codec` a factor of the measured times of codecs. `copying`
     is the time per byte of a gradient that a hook of DDP takes beside the codec, `handling` that of the transport per
-    byte sent. `meeting` is the time per round in which ranks wait for each other; with s ranks per core, (s - 1) `turn`
-    is added.
+    byte sent, and `serving` that per round and rank. `meeting` is the time per round in which ranks wait for each
+    other; with s ranks per core, (s - 1) `turn` is added.
     """
 
     efficiency: float
     codec: float
     copying: float
     handling: float
+    serving: float
     meeting: float
     turn: float
 
 
-START = Constants(0.95, 1.0, 3e-10, 1e-9, 5e-3, 5e-3)
-LEAST = Constants(0.7, 0.5, 1e-12, 1e-12, 1e-5, 1e-5)
-MOST = Constants(1.0, 3.0, 1e-8, 1e-8, 5e-2, 1e-1)
+START = Constants(0.95, 1.0, 3e-10, 1e-9, 5e-4, 1e-3, 1e-3)
+LEAST = Constants(0.7, 0.5, 1e-12, 1e-12, 1e-6, 1e-5, 1e-5)
+MOST = Constants(1.0, 3.0, 1e-8, 1e-8, 1e-2, 5e-2, 1e-1)
 
 
 class Cell(NamedTuple):
@@ -114,29 +115,47 @@ def specs_of(model):
     return [TensorSpec(name, tuple(p.shape)) for name, p in MODELS[model]().named_parameters()]
 
 
-def predicted(cell, compute, specs, codecs, constants):
-    """Return the seconds of a cell's step, from the compute of a rank that has a core of its own."""
-    forward, backward = compute * FORWARD, compute * (1 - FORWARD)
+def parts_of(model):
+    """Return the passes of a model in this process, and the seconds of its update."""
+    torch.manual_seed(0)
+    made = MODELS[model]()
+    passes = measured_passes(made, made.loss)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.001, momentum=0.9, fused=True)
+    times = []
+    for _ in range(6):
+        made.loss().backward()
+        begin = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+        optimizer.zero_grad()
+    return passes, statistics.median(times[1:])
+
+
+def predicted(cell, compute, parts, specs, codecs, constants):
+    """Return the seconds of a cell's step, from the compute of a rank that has a core of its own, and its parts."""
+    passes, update = parts
+    share = update / (passes.compute + update)
+    passes, update = passes.scaled(compute * (1 - share)), compute * share
     if cell.method == "ddp":
-        found = ddp_buckets(specs, ready_times(specs, backward))
+        found, codec = ddp_buckets(specs, passes.ready), 1.0
     else:
         config = make_config({**compressors.needed(cell.method), "compressor": cell.method})
-        found = buckets(specs, config, cell.ranks, codecs.of(config, cell.ranks), backward)
-        # A bucket's gradients are copied before and after, beside its codec.
-        copying = constants.copying * 4 * sum(spec.numel for spec in specs) / len(found) / 2
-        found = [
-            dataclasses.replace(
-                each, before=constants.codec * each.before + copying, after=constants.codec * each.after + copying
-            )
-            for each in found
-        ]
+        found = buckets(specs, config, cell.ranks, codecs.of(config, cell.ranks), passes.ready)
+        codec = constants.codec
+    # A bucket's gradients are copied before and after, beside its codec.
+    copying = constants.copying * 4 * sum(spec.numel for spec in specs) / len(found) / 2
+    found = [
+        dataclasses.replace(each, before=codec * each.before + copying, after=codec * each.after + copying)
+        for each in found
+    ]
     sharing = max(1.0, cell.ranks / cell.cores)
     step = Step(
-        forward,
-        backward,
-        0.0,
+        passes.forward,
+        passes.backward,
+        update,
         tuple(found),
         handling=constants.handling,
+        serving=constants.serving,
         meeting=constants.meeting + constants.turn * (sharing - 1),
     )
     link = Link(LINKS[cell.link] / 8 * constants.efficiency, LATENCY)
@@ -171,6 +190,7 @@ def main():
     torch.set_num_threads(1)
     codecs = Codecs(set_up("torch", "cpu", 1, True))
     specs = {model: specs_of(model) for model in arguments.models}
+    parts = {model: parts_of(model) for model in arguments.models}
     # All codecs are measured before the ranks start, on an idle machine.
     for method, n in itertools.product(METHODS[1:], (CALIBRATED, *arguments.ranks)):
         codecs.of(make_config({**compressors.needed(method), "compressor": method}), n)
@@ -184,7 +204,7 @@ def main():
     }
 
     def guess(cell, constants):
-        return predicted(cell, compute[cell.model], specs[cell.model], codecs, constants)
+        return predicted(cell, compute[cell.model], parts[cell.model], specs[cell.model], codecs, constants)
 
     fitted = {c: x for c, x in {**known, **crowded}.items() if c.method != COMPUTE and c.model in fitting}
     constants = fit(lambda tried: [math.log(guess(c, tried) / statistics.fmean(x)) for c, x in fitted.items()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -19,10 +18,10 @@ from grace.core.spec import Array, Ranks, TensorSpec
 from grace.core.transport.collectives import Kind
 
 # Elements of the measured steps, whose difference gives the cost per element.
-SIZES = (1 << 13, 1 << 18)
+SIZES = (1 << 13, 1 << 20)
 # Up to the first number of ranks, all of them are simulated. The cost on more goes on as from the first to the second.
 RANKS = (4, 8)
-REPETITIONS = (30, 6)
+REPETITIONS = (30, 4)
 # Payloads have as many bytes on more ranks, and a plan for thousands of them would have as many shards.
 _PLANNED = Ranks(2)
 # Bytes of DDP's buckets: the first one, and all others.
@@ -125,17 +124,18 @@ def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, f
     return ready - begin, time.perf_counter() - ready
 
 
-def buckets(specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Codec, backward: float) -> list[Bucket]:
+def buckets(
+    specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Codec, ready: Mapping[str, float]
+) -> list[Bucket]:
     """Return the buckets that the tensors have with a configuration on so many ranks.
 
-    Tensors become ready in reverse order, each after a time that is proportional to its elements. Raises ConfigError
-    for a communicator of which the model does not know what it sends.
+    `ready` has the seconds after which each gradient is there. Raises ConfigError for a communicator of which the model
+    does not know what it sends.
     """
     names = {spec.name: _communicator(spec, config, ranks) for spec in specs}
     if unknown := sorted({*names.values()} - LAWS.keys()):
         raise ConfigError(f"the cost model does not know the communicator {unknown[0]}; it knows {', '.join(LAWS)}.")
     plan = plans.make_plan(specs, config, ranks=_PLANNED)
-    ready = ready_times(specs, backward)
     found = []
     for bucket in plan.buckets:
         compressed = [unit for unit in bucket.units if not unit.dense]
@@ -175,13 +175,6 @@ def ddp_buckets(specs: Sequence[TensorSpec], ready: Mapping[str, float]) -> list
     if waiting:
         found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", waiting),)))
     return found
-
-
-def ready_times(specs: Sequence[TensorSpec], backward: float) -> dict[str, float]:
-    """Return seconds by tensor: in reverse order, each after a time that is proportional to its elements."""
-    total = sum(spec.numel for spec in specs)
-    ends = itertools.accumulate(spec.numel for spec in reversed(specs))
-    return {spec.name: backward * end / max(1, total) for spec, end in zip(reversed(specs), ends, strict=True)}
 
 
 def _payload(unit: Unit, codec: Codec) -> float:

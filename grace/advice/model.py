@@ -106,8 +106,9 @@ class Step:
 
     `backwards` passes accumulate gradients before one exchange, and `every` counts the optimizer steps from one
     exchange to the next. `handling` are the seconds of processor time per byte that a rank sends, for copies and sums
-    of the transport, where no other core takes them. `meeting` are the seconds that a round takes beside its messages
-    and bytes, in which ranks wait for each other.
+    of the transport, and `serving` those per round and rank that takes part, for messages and wake-ups; both where no
+    other core takes them. `meeting` are the seconds that a round takes beside its messages and bytes, in which ranks
+    wait for each other.
     """
 
     forward: float
@@ -115,6 +116,7 @@ class Step:
     update: float
     buckets: tuple[Bucket, ...]
     handling: float = 0.0
+    serving: float = 0.0
     meeting: float = 0.0
     backwards: int = 1
     every: int = 1
@@ -160,7 +162,7 @@ def predict(step: Step, machine: Machine) -> Prediction:
     alone = step.compute * slower
     if machine.ranks == 1 or not step.buckets:
         return Prediction(alone, alone, 0.0, 0.0, 0.0)
-    run = _Run(machine, step.handling * slower, step.meeting)
+    run = _Run(machine, step.handling * slower, step.serving * slower, step.meeting)
     buckets = sorted(step.buckets, key=lambda bucket: bucket.ready)
     run.now = slower * (step.forward + (step.backwards - 1) * (step.forward + step.backward))
     last = codec = 0.0
@@ -187,8 +189,8 @@ def predict(step: Step, machine: Machine) -> Prediction:
 class _Run:
     """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
 
-    def __init__(self, machine: Machine, handling: float, meeting: float) -> None:
-        self._machine, self._handling, self._meeting = machine, handling, meeting
+    def __init__(self, machine: Machine, handling: float, serving: float, meeting: float) -> None:
+        self._machine, self._handling, self._serving, self._meeting = machine, handling, serving, meeting
         self.now = self._free = self.wire = self.sent = 0.0
         # Processor time of the transport, which computing has to make room for, and waiting does not.
         self._owed = 0.0
@@ -200,7 +202,7 @@ class _Run:
         one = bucket.rounds[number]
         nbytes = float(copies(one.kind, self._machine.ranks)) * one.nbytes
         seconds = self._machine.seconds(one.kind, one.nbytes)
-        handling = self._handling * nbytes
+        handling = self._handling * nbytes + self._serving * self._machine.ranks
         self._free = max(self._free, self.now) + max(seconds, handling) + self._meeting
         self._owed += handling
         self.wire += seconds

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import re
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from grace.advice.model import (
     break_even,
     predict,
 )
+from grace.advice.passes import Passes, assumed, measured
 from grace.bench.command import add_variants, check_writable
 from grace.bench.step.network import rate_of
 from grace.bench.variants import Variant, import_own, parse_variants
@@ -42,8 +42,6 @@ SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
 PAYS = 1.05
 # The knee is where less than this share of a step without compression is compute.
 KNEE = 0.5
-# The part of a step in which the forward pass runs. A backward pass computes twice as much.
-FORWARD = 1 / 3
 # Elements of the tensors that --params stands for.
 TENSOR = 2048 * 2048
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
@@ -52,11 +50,16 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Model:
-    """A model to train: its tensors in the order of the forward pass, and seconds of a step without exchange."""
+    """A model to train: its tensors in the order of the forward pass, and the passes of a step without exchange."""
 
     name: str
     specs: Sequence[TensorSpec]
-    compute: float
+    passes: Passes
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step without exchange."""
+        return self.passes.compute
 
 
 @dataclass(frozen=True)
@@ -227,19 +230,19 @@ def answer_of(
 
 
 def _step(model: Model, variant: Variant, ranks: int, codecs: Any, backwards: int, every: int, faster: float) -> Step:
-    from grace.advice.cost import buckets, ddp_buckets, ready_times
+    from grace.advice.cost import buckets, ddp_buckets
 
-    forward, backward = model.compute * FORWARD, model.compute * (1 - FORWARD)
+    passes = model.passes
     found: Sequence[Bucket]
     if variant.label == "none":
-        found = ddp_buckets(model.specs, ready_times(model.specs, backward))
+        found = ddp_buckets(model.specs, passes.ready)
     else:
         config = make_config(variant.config())
         found = [
             dataclasses.replace(bucket, before=bucket.before / faster, after=bucket.after / faster)
-            for bucket in buckets(model.specs, config, ranks, codecs.of(config, ranks), backward)
+            for bucket in buckets(model.specs, config, ranks, codecs.of(config, ranks), passes.ready)
         ]
-    return Step(forward, backward, 0.0, tuple(found), backwards=backwards, every=every)
+    return Step(passes.forward, passes.backward, 0.0, tuple(found), backwards=backwards, every=every)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -305,7 +308,8 @@ def _model(args: argparse.Namespace) -> Model:
     numel = round(float(found[1]) * _SUFFIXES.get(found[2], 1)) if found else 0
     if numel < 1:
         raise ConfigError(f"--params: expected a number of parameters, such as 124M, received '{args.params}'.")
-    return Model(f"{args.params} parameters", _tensors([TENSOR] * (numel // TENSOR) + [numel % TENSOR]), compute)
+    specs = _tensors([TENSOR] * (numel // TENSOR) + [numel % TENSOR])
+    return Model(f"{args.params} parameters", specs, assumed(specs, compute))
 
 
 def _tensors(numels: Sequence[int]) -> list[TensorSpec]:
@@ -328,15 +332,7 @@ def _own(text: str, compute: float | None) -> Model:
         raise ConfigError(f"--model: expected a module of PyTorch, received {type(model).__name__}.")
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     specs = [TensorSpec(name, tuple(p.shape)) for name, p in named]
-    if compute is None:
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            loss().backward()
-            times.append(time.perf_counter() - begin)
-            model.zero_grad()
-        compute = statistics.median(times[1:])
-    return Model(text, specs, compute)
+    return Model(text, specs, measured(model, loss) if compute is None else assumed(specs, compute))
 
 
 def _traced(path: Path, compute: float) -> Model:
@@ -351,9 +347,8 @@ def _traced(path: Path, compute: float) -> Model:
         ) from None
     if not sent:
         raise ConfigError(f"--trace: '{path}' has no buckets; let it record a step of uncompressed training.")
-    return Model(
-        path.name, _tensors([max(1, nbytes // 4) for _, nbytes in sorted(sent.items(), reverse=True)]), compute
-    )
+    specs = _tensors([max(1, nbytes // 4) for _, nbytes in sorted(sent.items(), reverse=True)])
+    return Model(path.name, specs, assumed(specs, compute))
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from grace.advice import what_if
 from grace.advice.accuracy import ACCURACY
 from grace.advice.cost import Codec, Cost
 from grace.advice.model import Link, Machine
+from grace.advice.passes import assumed
 from grace.bench.variants import Variant
 from grace.cli import main
 from grace.core.spec import TensorSpec
@@ -30,7 +31,7 @@ class Fixed:
 
 def answer(bits_per_second, cost=1e-9, **options):
     specs = [TensorSpec(f"w{i}", (2048, 2048)) for i in range(6)]
-    model = what_if.Model("six layers", specs, 0.1)
+    model = what_if.Model("six layers", specs, assumed(specs, 0.1))
     variants = [Variant("none"), Variant("fp16"), Variant("qsgd"), Variant("topk")]
     machines = [Machine(n, Link(bits_per_second / 8, 1e-5)) for n in (2, 4, 8)]
     return what_if.answer_of(model, variants, machines, Fixed(cost), **options)
