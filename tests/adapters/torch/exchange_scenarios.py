@@ -205,8 +205,11 @@ def fails_beside() -> dict[str, str]:
     """Differ at one of two transports, and wait at the other, where rank 0 starts nothing more; return the errors."""
     first, second = (ProcessGroupTransport(timeout=10) for _ in "ab")
     first.join_waits(second)
-    differs = second.allgather(torch.ones(2), name=f"differs on {my_rank()}")
-    waited = outcome(differs.wait if my_rank() == 0 else first.allgather(torch.ones(2), name="alone").wait)
+    # Rank 0 comes last, and may see the difference as soon as it starts its collective.
+    differs = None if my_rank() == 0 else second.allgather(torch.ones(2), name="on the others")
+    dist.barrier()
+    transport, name = (second, "on rank 0") if differs is None else (first, "alone")
+    waited = outcome(lambda: transport.allgather(torch.ones(2), name=name).wait())
     dist.barrier()
     first.discard()
     second.close()

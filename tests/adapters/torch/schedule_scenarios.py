@@ -265,6 +265,11 @@ def _normed() -> torch.nn.Module:
         return torch.nn.Sequential(first, torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
 
 
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    # A small eps would have rounding errors of gradients near zero move the weights.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
 def _adam_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
     x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + rank)) + rank
     optimizer.zero_grad()
@@ -291,13 +296,13 @@ def outer_beside() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (options, rounds) in BESIDE.items():
         models = [_normed() for _ in range(world_size())]
-        inner = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+        inner = [_adamw(model) for model in models]
         outer = {"every": 2, **options}
         wrapped, registered = _normed(), _normed()
-        given = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+        given = _adamw(wrapped)
         named = [*wrapped.named_parameters(), *wrapped.named_buffers()]
         optimizer = grace.torch.DistributedOptimizer(given, named, {"compressor": "none"}, outer=outer)
-        other = torch.optim.AdamW(registered.parameters(), lr=0.01)
+        other = _adamw(registered)
         steps: list[Any] = []
         other.register_step_post_hook(lambda *given, steps=steps: steps.append(given))
         exchange = grace.torch.register(registered, {"compressor": "none"}, outer=outer, optimizer=other)
@@ -333,7 +338,7 @@ def outer_beside() -> dict[str, Any]:
         resumed = []
         for start in (2, 3, 7):
             model = _normed()
-            again = torch.optim.AdamW(model.parameters(), lr=0.01)
+            again = _adamw(model)
             grace.torch.register(model, {"compressor": "none"}, outer=outer, optimizer=again)
             model.load_state_dict(saved[start][0])
             again.load_state_dict(saved[start][1])
