@@ -11,18 +11,18 @@ import pytest
 from grace import cli
 from grace.bench.link import launcher_of
 from grace.core.errors import ConfigError
-from tests.support.launch import command, environment
+from tests.support.launch import ROOT, TORCH, environment
+from tests.support.ranks import forked, launcher
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun"])
-def test_every_launcher(launcher, tmp_path):
+@pytest.mark.parametrize("name", ["torchrun", "horovodrun-gloo", "mpirun"])
+def test_every_launcher(name, tmp_path):
     path = tmp_path / "link.json"
-    words = [sys.executable, "-m", "grace", "bench", "link", "--sizes", "1024", "1048576", "--json", str(path)]
-    done = subprocess.run(
-        [*command(launcher, 2), *words], env=environment(), capture_output=True, text=True, timeout=120
-    )
+    started = [*launcher(name, 2), *forked(TORCH, 2, "run"), f"{ROOT}/grace/__main__.py"]
+    words = ["bench", "link", "--sizes", "1024", "1048576", "--json", str(path)]
+    done = subprocess.run([*started, *words], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     # Rank 0 alone prints.
     assert done.stdout.count("allreduce of 2 ranks") == 1

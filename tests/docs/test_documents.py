@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from grace import Config, Simulation, TensorSpec, compressors, make_config
-from tests.support.launch import TENSORFLOW, TORCH, command
-from tests.support.ranks import forked
+from tests.support.launch import TENSORFLOW, TORCH
+from tests.support.ranks import forked, launcher
 
 pytestmark = pytest.mark.processes
 
@@ -175,9 +175,9 @@ def run(code, folder, ranks):
     (folder / "script.py").write_text(code, encoding="utf-8")
     worker = TENSORFLOW if "import tensorflow" in code else TORCH
     python = forked(worker, ranks, "run") if ranks else [sys.executable]
-    launcher = [*forked("tests.support.torchrun", 1), *command("torchrun", ranks)[1:]] if ranks > 1 else []
+    started = launcher("torchrun", ranks) if ranks > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(ONE_RANK if ranks < 2 else {})}
-    subprocess.run([*launcher, *python, "script.py"], check=True, cwd=folder, env=environment)
+    subprocess.run([*started, *python, "script.py"], check=True, cwd=folder, env=environment)
 
 
 # Ranks run beside other tests of ranks, whose servers have imported the frameworks.

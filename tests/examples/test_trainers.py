@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.examples.test_digits import MOST, check_bytes, check_description, check_share
-from tests.support.launch import ROOT, TORCH, command, environment
-from tests.support.ranks import forked
+from tests.support.launch import ROOT, TORCH, environment
+from tests.support.ranks import forked, launcher
 
 pytestmark = pytest.mark.distributed
 
@@ -122,11 +122,11 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 def launch(ranks: int, *words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
     """Run a script on several ranks, without a trainer by those that have imported PyTorch."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if SHARED in words:
-        launcher = [*forked("tests.support.torchrun", 1), *command("torchrun", ranks)[1:], *forked(TORCH, ranks, "run")]
+        started = [*launcher("torchrun", ranks), *forked(TORCH, ranks, "run")]
     done = subprocess.run(
-        [*launcher, *words],
+        [*started, *words],
         cwd=ROOT,
         env=environment(HF_HUB_OFFLINE="1"),
         capture_output=True,

@@ -94,13 +94,10 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._output = Path(self._folder.name) / "output"
         path = f"{self._folder.name}/socket"
-        launcher = command(launch.launcher, launch.ranks)
-        if launcher[:1] in (["horovodrun"], ["torchrun"]):
-            launcher = [*forked(f"tests.support.{launcher[0]}", 1), *launcher[1:]]
         started = [sys.executable, "-m", launch.worker]
         if launch.worker in FORKED:
             started = forked(launch.worker, launch.ranks)
-        self._words = [*launcher, *started]
+        self._words = [*launcher(launch.launcher, launch.ranks), *started]
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
             server.listen(launch.ranks)
@@ -258,6 +255,14 @@ def forked(module: str, processes: int, verb: str = "start") -> list[str]:
     if module not in _servers:
         _servers[module] = Servers(module)
     return [sys.executable, "-m", "tests.support.fork", verb, _servers[module].start(processes)]
+
+
+def launcher(name: str, ranks: int) -> list[str]:
+    """Return the command of a launcher, which is forked if it is a program in Python."""
+    words = command(name, ranks)
+    if words[:1] in (["horovodrun"], ["torchrun"]):
+        return [*forked(f"tests.support.{words[0]}", 1), *words[1:]]
+    return words
 
 
 def _running(launch: Launch) -> Pool:

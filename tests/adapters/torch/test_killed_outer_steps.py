@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from tests.support.covering import ALL
-from tests.support.launch import ROOT, TORCH, command, environment
-from tests.support.ranks import forked
+from tests.support.launch import ROOT, TORCH, environment
+from tests.support.ranks import forked, launcher
 
 pytestmark = pytest.mark.distributed
 
@@ -18,7 +18,7 @@ LOST = range(12) if ALL else (2,)
 
 def test_a_rank_may_be_killed_at_any_step_of_two_periods(tmp_path):
     """Real ranks, which are started again and go on from what they have saved: their bits are those of a simulation."""
-    torchrun = [*forked("tests.support.torchrun", 1), *command("torchrun", 2)[1:], *forked(TORCH, 2, "run")]
+    torchrun = [*launcher("torchrun", 2), *forked(TORCH, 2, "run")]
     script = f"{ROOT}/tests/adapters/torch/killed_outer_steps.py"
     for step in (*LOST, -1):
         done = subprocess.run(
