@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("name", ["torchrun", "horovodrun-gloo", "mpirun"])
 def test_every_launcher(name, tmp_path):
     path = tmp_path / "link.json"
-    started = [*launcher(name, 2), *forked(TORCH, 2, "run"), f"{ROOT}/grace/__main__.py"]
+    started = [*launcher(name, 2), *forked(TORCH, "run"), f"{ROOT}/grace/__main__.py"]
     words = ["bench", "link", "--sizes", "1024", "1048576", "--json", str(path)]
     done = subprocess.run([*started, *words], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]

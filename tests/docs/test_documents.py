@@ -174,7 +174,7 @@ def run(code, folder, ranks):
     """Run a script: on ranks that have imported its framework, or, with 0 of them, in a Python of its own."""
     (folder / "script.py").write_text(code, encoding="utf-8")
     worker = TENSORFLOW if "import tensorflow" in code else TORCH
-    python = forked(worker, ranks, "run") if ranks else [sys.executable]
+    python = forked(worker, "run") if ranks else [sys.executable]
     started = launcher("torchrun", ranks) if ranks > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(ONE_RANK if ranks < 2 else {})}
     subprocess.run([*started, *python, "script.py"], check=True, cwd=folder, env=environment)

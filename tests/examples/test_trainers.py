@@ -124,7 +124,7 @@ def launch(ranks: int, *words: str, fails: bool = False) -> subprocess.Completed
     """Run a script on several ranks, without a trainer by those that have imported PyTorch."""
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if SHARED in words:
-        started = [*launcher("torchrun", ranks), *forked(TORCH, ranks, "run")]
+        started = [*launcher("torchrun", ranks), *forked(TORCH, "run")]
     done = subprocess.run(
         [*started, *words],
         cwd=ROOT,

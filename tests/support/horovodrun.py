@@ -1,10 +1,10 @@
-"""The program `horovodrun`, to be forked (fork.py).
+"""The program `horovodrun`, as a script for forks of ranks that have imported TensorFlow (fork.py).
 
 For every launch it imports Horovod for TensorFlow in a fork of itself, to see how Horovod was built. This takes 5 s,
-but no time if it is already imported.
+but no time if it is already imported. The processes that it spawns for ranks load this script, which imports nothing.
 """
 
-import horovod.tensorflow  # noqa: F401
-from horovod.runner.launch import run_commandline as main
+if __name__ == "__main__":
+    from horovod.runner.launch import run_commandline
 
-__all__ = ["main"]
+    run_commandline()

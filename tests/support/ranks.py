@@ -96,7 +96,7 @@ class Pool:
         path = f"{self._folder.name}/socket"
         started = [sys.executable, "-m", launch.worker]
         if launch.worker in FORKED:
-            started = forked(launch.worker, launch.ranks)
+            started = forked(launch.worker)
         self._words = [*launcher(launch.launcher, launch.ranks), *started]
         with socket.socket(socket.AF_UNIX) as server, self._output.open("wb") as output:
             server.bind(path)
@@ -219,10 +219,10 @@ class Servers:
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, ranks: int) -> str:
-        """Start the servers that are missing, and return the folder of their sockets."""
+    def start(self) -> str:
+        """Start the servers if they do not run yet, and return the folder of their sockets."""
         words = [sys.executable, "-m", "tests.support.fork", "serve", self._worker]
-        for number in range(len(self._processes), min(ranks, fork.SERVERS)):
+        for number in range(len(self._processes), fork.SERVERS):
             path = f"{self._folder.name}/{number}"
             self._processes.append(subprocess.Popen([*words, path], cwd=ROOT, env=environment(), stdin=subprocess.PIPE))
         deadline = time.monotonic() + START_S
@@ -243,25 +243,27 @@ class Servers:
 
 # The worker of MPI imports no framework, and mpi4py starts MPI when it is imported.
 FORKED = (TORCH, TENSORFLOW)
+# The launchers in Python, and the worker of which they are forks.
+LAUNCHERS = {"torchrun": TORCH, "horovodrun": TENSORFLOW}
 _servers: dict[str, Servers] = {}
 _pool: Pool | None = None
 
 
-def forked(module: str, processes: int, verb: str = "start") -> list[str]:
+def forked(module: str, verb: str = "start") -> list[str]:
     """Return the command that forks a process of a module's servers, which start if they do not run yet.
 
     The process starts the module, or runs the script that follows the command if the verb is "run".
     """
     if module not in _servers:
         _servers[module] = Servers(module)
-    return [sys.executable, "-m", "tests.support.fork", verb, _servers[module].start(processes)]
+    return [sys.executable, "-m", "tests.support.fork", verb, _servers[module].start()]
 
 
 def launcher(name: str, ranks: int) -> list[str]:
-    """Return the command of a launcher, which is forked if it is a program in Python."""
+    """Return the command of a launcher. One in Python is a fork of ranks that have imported what it imports."""
     words = command(name, ranks)
-    if words[:1] in (["horovodrun"], ["torchrun"]):
-        return [*forked(f"tests.support.{words[0]}", 1), *words[1:]]
+    if words and words[0] in LAUNCHERS:
+        return [*forked(LAUNCHERS[words[0]], "run"), f"{ROOT}/tests/support/{words[0]}.py", *words[1:]]
     return words
 
 

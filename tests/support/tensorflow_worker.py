@@ -8,7 +8,8 @@ import importlib
 from tests.support import keras_alone, rank
 
 keras_alone.load()
-# All forks of this process share what is imported here.
+# All forks of this process share what is imported here; horovodrun is one of them.
+import horovod.runner.launch  # noqa: E402, F401
 import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402

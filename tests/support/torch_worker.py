@@ -7,8 +7,9 @@ import time
 
 import torch
 
-# Optimizers import it in their first step. Here it is imported once for all forks of this process.
+# Optimizers import it in their first step, and torchrun imports the other. Both are forks of this process.
 import torch._dynamo
+import torch.distributed.run
 from horovod.torch import mpi_ops
 
 from tests.adapters.torch import (

@@ -1,5 +1,6 @@
-"""The program `torchrun`, to be forked (fork.py): it imports PyTorch, which takes seconds."""
+"""The program `torchrun`, as a script for forks of ranks that have imported PyTorch (fork.py)."""
 
-from torch.distributed.run import main
+if __name__ == "__main__":
+    from torch.distributed.run import main
 
-__all__ = ["main"]
+    main()

@@ -18,7 +18,7 @@ LOST = range(12) if ALL else (2,)
 
 def test_a_rank_may_be_killed_at_any_step_of_two_periods(tmp_path):
     """Real ranks, which are started again and go on from what they have saved: their bits are those of a simulation."""
-    torchrun = [*launcher("torchrun", 2), *forked(TORCH, 2, "run")]
+    torchrun = [*launcher("torchrun", 2), *forked(TORCH, "run")]
     script = f"{ROOT}/tests/adapters/torch/killed_outer_steps.py"
     for step in (*LOST, -1):
         done = subprocess.run(

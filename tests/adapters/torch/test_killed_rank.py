@@ -18,8 +18,8 @@ import pytest
 from grace.bench.step.ranks import RENDEZVOUS
 from grace.machine import python
 from tests.support.covering import ALL
-from tests.support.launch import ROOT, TORCH, command
-from tests.support.ranks import forked
+from tests.support.launch import ROOT, TORCH
+from tests.support.ranks import forked, launcher
 
 pytestmark = pytest.mark.distributed
 
@@ -32,9 +32,9 @@ CONFIGS = {
 }
 
 
-def words(granularity: str, size: int) -> list[str]:
+def words(granularity: str) -> list[str]:
     config = {**CONFIGS[granularity], "default_rules": False}
-    return [*forked(TORCH, size, "run"), f"{ROOT}/tests/adapters/torch/killed_rank.py", json.dumps(config)]
+    return [*forked(TORCH, "run"), f"{ROOT}/tests/adapters/torch/killed_rank.py", json.dumps(config)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -91,7 +91,7 @@ LIBRARIES = {"horovod": (rendezvous, of_horovod), "torch": (free_port, of_torch)
 def lose_one(library, granularity, size):
     """Start ranks without a launcher and kill the last one. Return exit statuses, outputs and seconds to the end."""
     meeting, place = LIBRARIES[library]
-    command_of_rank = words(granularity, size)
+    command_of_rank = words(granularity)
     with ExitStack() as stack:
         port = stack.enter_context(meeting(size))
         ranks, said = [], []
@@ -119,10 +119,10 @@ def lose_one(library, granularity, size):
         return codes, outputs, seconds
 
 
-def launch_and_lose_one():
+def launch_and_lose_one(horovodrun):
     """Let horovodrun start the ranks."""
     return subprocess.run(
-        [*command("horovodrun-gloo", 2), *words("bucket", 2)],
+        [*horovodrun, *words("bucket")],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -141,10 +141,11 @@ if ALL:
 def losses():
     """Start all runs at once, because they mostly wait, and yield their futures by case."""
     # The threads below share the servers.
-    forked(TORCH, max(size for _, _, size in CASES), "run")
+    forked(TORCH, "run")
+    horovodrun = launcher("horovodrun-gloo", 2)
     with ThreadPoolExecutor() as pool:
         runs = {case: pool.submit(lose_one, *case) for case in CASES}
-        yield {**runs, "horovodrun": pool.submit(launch_and_lose_one)}
+        yield {**runs, "horovodrun": pool.submit(launch_and_lose_one, horovodrun)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
