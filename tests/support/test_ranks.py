@@ -30,16 +30,16 @@ def test_one_launch_serves_many_scenarios_and_gives_results_in_the_order_of_rank
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "limit", "expected"),
     [
-        ("one_raises", r"rank 0: Traceback (?s:.*)ValueError: rank 0 does not want to"),
-        ("one_dies", r"did not finish one_dies(?s:.*)the last words of a rank"),
-        ("one_hangs", r"did not finish one_hangs in time(?s:.*)the last words of a rank"),
+        ("one_raises", 60, r"rank 0: Traceback (?s:.*)ValueError: rank 0 does not want to"),
+        ("one_dies", 60, r"did not finish one_dies(?s:.*)the last words of a rank"),
+        ("one_hangs", 1, r"did not finish one_hangs in time(?s:.*)the last words of a rank"),
     ],
     ids=["raises", "dies", "hangs"],
 )
-def test_a_rank_that_fails_is_told_and_the_next_scenario_has_a_new_pool(monkeypatch, name, expected):
-    monkeypatch.setattr(ranks, "SCENARIO_S", 3)
+def test_a_rank_that_fails_is_told_and_the_next_scenario_has_a_new_pool(monkeypatch, name, limit, expected):
+    monkeypatch.setattr(ranks, "SCENARIO_S", limit)
     with pytest.raises(AssertionError, match=expected):
         ranks.scenario(name, LAUNCH)
     failed = ranks._pool

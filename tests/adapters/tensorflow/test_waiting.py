@@ -19,7 +19,7 @@ def test_a_rank_that_waits_says_for_what_and_ends(launch, tmp_path):
         (first["metrics"], 0, 1, "MetricAverageCallback"),
         (first["change"], 0, 1, "optimizer.grace.change()"),
     ):
-        assert f"WaitError: rank {rank} of 2 has waited 2 s for rank {other}: {what} (collective 'grace.0." in text
+        assert f"WaitError: rank {rank} of 2 has waited 1 s for rank {other}: {what} (collective 'grace.0." in text
     for rank in (first, second):
         # The real function would have ended the process.
         assert "for rank 1: step 1, the gradient of 'w'; Horovod's warning" in rank["step"]

@@ -16,6 +16,8 @@ from tests.adapters.tensorflow.usage_model import error_of, net
 from tests.support.cases import EVERYTHING
 
 SHORT = {"compressor": "topk", "compress_ratio": 0.5, "timeout": 2, **EVERYTHING}
+# The time limit of a rank for which no other comes.
+LONE = 1
 
 
 def meet() -> None:
@@ -25,11 +27,13 @@ def meet() -> None:
 def waits(folder: str) -> dict[str, Any]:
     """Wrap, use callbacks, change and step on one rank only, and then on the others as well."""
     first, ended = hvd.rank() == 0, Path(folder) / "ended"
-    results = {"wrap": "" if first else error_of(lambda: wrap(SHORT))}
+    limited = mock.patch.object(Exchange, "timeout", LONE)
+    lone = {**SHORT, "timeout": LONE}
+    results = {"wrap": "" if first else error_of(lambda: wrap(lone))}
     meet()
     if first:
         # The other rank's message is still there.
-        wrap(SHORT)
+        wrap(lone)
     meet()
     model = net()
     model.compile(wrap(SHORT), "mse")
@@ -38,7 +42,8 @@ def waits(folder: str) -> dict[str, Any]:
         callback.set_model(model)
     calls = {"broadcast": broadcast.on_train_begin, "metrics": lambda: average.on_epoch_end(0, {"loss": 1.0})}
     for purpose, call in calls.items():
-        results[purpose] = error_of(call) if first else ""
+        with limited:
+            results[purpose] = error_of(call) if first else ""
         meet()
         if not first:
             waiting.gather(hvd.global_process_set, purpose, "this scenario")(None)
@@ -47,7 +52,8 @@ def waits(folder: str) -> dict[str, Any]:
     exchange.build([variable])
     gradient = tf.fill([40, 40], 1.0 + hvd.rank())
     exchange([gradient])
-    results["change"] = error_of(lambda: exchange.change(compress_ratio=0.1)) if first else ""
+    with limited:
+        results["change"] = error_of(lambda: exchange.change(compress_ratio=0.1)) if first else ""
     meet()
     if not first:
         waiting.gather(hvd.global_process_set, "change", "this scenario")(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -26,6 +27,8 @@ from tests.adapters.torch.model import batches, digest, make_net, outcome, sgd, 
 LAYERS = {"granularity": "layer", "bucket_bytes": 0}
 # Time limit of a rank that waits, in seconds.
 SHORT = 2
+# That of a rank for which no other comes.
+LONE = 1
 Attempt = Callable[[torch.nn.Module, Any], None]
 
 
@@ -121,7 +124,10 @@ def discarded() -> dict[str, Any]:
             train(model, optimizer, 2)
             if interrupted:
                 optimizer.zero_grad()
-                errors["attempt"] = outcome(lambda a=attempt, m=model, o=optimizer: a(m, o))
+                # Ranks that wait in it are to give up.
+                limit = LONE if config.get("timeout") == SHORT else optimizer.grace.transport.timeout
+                with mock.patch.object(optimizer.grace.transport, "timeout", limit):
+                    errors["attempt"] = outcome(lambda a=attempt, m=model, o=optimizer: a(m, o))
                 if label not in ("synchronized", "merge, one rank", "one rank has not begun"):
                     errors["zero_grad"] = outcome(optimizer.zero_grad)
                     errors["load"] = outcome(lambda o=optimizer: o.load_state_dict(o.state_dict()))
@@ -166,7 +172,7 @@ def _discarded_alone(group: Group, ddp: bool = False) -> dict[str, Any]:
                 meet()
                 if my_rank() == rank:
                     # No other rank comes. Only here: on a busy machine, four ranks need longer to meet.
-                    with mock.patch.object(exchange.transport, "timeout", 0.25):
+                    with mock.patch.object(exchange.transport, "timeout", 0.1):
                         errors.append(outcome(exchange.discard))
                     go_on = functools.partial(backward, forward, optimizer) if ddp else optimizer.step
                     errors.append(outcome(go_on))
@@ -350,9 +356,13 @@ def waits() -> dict[str, Any]:
     for label, call in cases.items():
         told.clear()
         began = time.monotonic()
-        with mock.patch.object(
-            logging.getLogger("grace"), "warning", lambda *words, t=told: t.append(words[0] % words[1:])
-        ):
+        with contextlib.ExitStack() as stack:
+            tell = mock.patch.object(
+                logging.getLogger("grace"), "warning", lambda *words, t=told: t.append(words[0] % words[1:])
+            )
+            stack.enter_context(tell)
+            for exchange in (optimizer.grace, other.grace):
+                stack.enter_context(mock.patch.object(exchange.transport, "timeout", LONE))
             error = outcome(call)
         results[label] = {"error": error, "told": list(told), "seconds": time.monotonic() - began}
         optimizer.grace.discard()
@@ -361,11 +371,12 @@ def waits() -> dict[str, Any]:
     train(twin, other, 1, start=1)
     late = make_net()
     began = time.monotonic()
-    error = outcome(lambda: None if first else wrap(late, config))
+    lone = {**config, "timeout": LONE}
+    error = outcome(lambda: None if first else wrap(late, lone))
     results["wrap"] = {"error": error, "told": [], "seconds": time.monotonic() - began}
     barrier()
     if first or by_torchrun():
         # Over Horovod, the other rank's message is still there.
-        wrap(late, config)
+        wrap(late, lone)
     results["weights"] = digest([*model.parameters(), *twin.parameters()])
     return results

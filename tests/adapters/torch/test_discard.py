@@ -108,20 +108,20 @@ def test_a_rank_that_waits_says_for_what_and_ends(launch):
             ()
             if launch == TORCHRUN
             else (
-                ("change", 0, "rank 0 of 2 has waited 2 s for rank 1: optimizer.grace.change()"),
-                ("change", 1, "rank 1 of 2 has waited 2 s for rank 0: step 1, the gradient of '"),
+                ("change", 0, "rank 0 of 2 has waited 1 s for rank 1: optimizer.grace.change()"),
+                ("change", 1, "rank 1 of 2 has waited 1 s for rank 0: step 1, the gradient of '"),
             )
         ),
-        ("one more step", 0, f"has waited 2 s for rank 1: {next_step}"),
-        ("one more dense step", 0, f"has waited 2 s for rank 1: {next_step}"),
-        ("order", 0, f"has waited 2 s for rank 1: {next_step}"),
-        ("order", 1, f"has waited 2 s for rank 0: {next_step}"),
-        ("wrap", 1, f"has waited 2 s for rank 0: {transport}grace.torch.DistributedOptimizer()"),
+        ("one more step", 0, f"has waited 1 s for rank 1: {next_step}"),
+        ("one more dense step", 0, f"has waited 1 s for rank 1: {next_step}"),
+        ("order", 0, f"has waited 1 s for rank 1: {next_step}"),
+        ("order", 1, f"has waited 1 s for rank 0: {next_step}"),
+        ("wrap", 1, f"has waited 1 s for rank 0: {transport}grace.torch.DistributedOptimizer()"),
     ):
         result = ranks[waiting][label]
         assert result["error"].startswith("WaitError: rank "), label
         assert words in result["error"], label
-        assert 2 <= result["seconds"] < 20, label
+        assert 1 <= result["seconds"] < 20, label
         # It said so before it ended.
         assert label == "wrap" or len(result["told"]) == 1, label
     assert not any(ranks[1][label]["error"] for label in ("one more step", "one more dense step"))
