@@ -258,7 +258,7 @@ def measure_link(exchange: Exchange, sizes: Sequence[int] = SIZES) -> Link:
     """Measure the link between the ranks of an exchange; all of them must call it."""
     ops = exchange._ops(exchange._specs[0].device)
     points = probe.measure(
-        probe.over(exchange.run.transport), lambda n: ops.zeros(n, "float32"), exchange.size, sizes=sizes
+        probe.over(exchange.transport), lambda n: ops.zeros(n, "float32"), exchange.size, sizes=sizes
     )
     mine = list(probe.fit(points, exchange.size))
     # Of replicas, each part of a model has a link of its own.
@@ -272,9 +272,9 @@ def advise(exchange: Exchange, steps: int) -> Advice | None:
         raise ConfigError(f"{where}: expected at least 1 step, received {steps}.")
     if not exchange.watches or exchange.outers or exchange.config.auto or exchange.size < 2:
         raise StepError(
-            f"{where}: expected an exchange of gradients by DDP, FSDP2, a plain model, a wrapped PyTorch optimizer or "
-            "mpi4py, on at least 2 ranks and with a named compressor; received outer steps, the compressor 'auto', a "
-            "single rank, or TensorFlow or a simulation. Measure these by `grace bench step`."
+            f"{where}: expected an exchange of gradients by DDP, FSDP2, a plain model, a wrapped optimizer or mpi4py, "
+            "on at least 2 ranks and with a named compressor; received outer steps, the compressor 'auto', a single "
+            "rank or a simulation. Measure these by `grace bench step`."
         )
     watch = exchange.advisor
     if watch is None:

@@ -58,9 +58,9 @@ class Auto(Watch):
             "link": link and {"bytes_per_s": link.bandwidth, "latency_s": link.latency},
         }
 
-    def begin(self) -> None:
+    def begin(self, at: float | None = None) -> None:
         """Note that a step begins."""
-        super().begin()
+        super().begin(at)
         if self._skipped:
             self._skipped -= 1
             self.periods.clear()
@@ -133,7 +133,7 @@ class Auto(Watch):
         assert self._figures is not None
         link, exchange = self._figures.link, self.exchange
         nbytes = min(max(_SHARE * 2 * _STEPS * _LOOKS * period * link.bandwidth, 16 * 1024), 4 * 1024 * 1024)
-        ops, allreduce = exchange._ops(exchange._specs[0].device), probe.over(exchange.run.transport)
+        ops, allreduce = exchange._ops(exchange._specs[0].device), probe.over(exchange.transport)
         seconds = []
         for _ in range(3):
             x = ops.zeros(int(nbytes / 4), "float32")

@@ -36,9 +36,10 @@ def leave(kind: str, text: str) -> None:
 
 def end(status: int = 0) -> None:
     """End this rank without what the script would do at its end, such as save a model."""
-    horovod = sys.modules.get("horovod.torch")
-    if horovod is not None and horovod.is_initialized():
-        horovod.shutdown()
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        horovod = sys.modules.get(name)
+        if horovod is not None and horovod.is_initialized():
+            horovod.shutdown()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         # Otherwise mpirun would call it a failure.
@@ -183,8 +184,56 @@ def _change_fsdp(module: Any) -> None:
     module.FullyShardedDataParallel.__init__ = _refused("a model in FSDP1")
 
 
+def _change_horovod_keras(module: Any) -> None:
+    """Let grace wrap an optimizer of Keras in place of Horovod, without compression, or with the same 16 bits."""
+    wrap = module.DistributedOptimizer
+
+    @functools.wraps(wrap)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(wrap).bind(*args, **kwargs).arguments
+        compression = given.pop("compression", module.Compression.none)
+        import grace
+
+        known = inspect.signature(grace.tensorflow.DistributedOptimizer).parameters
+        with _refusing():
+            method = "fp16" if compression is module.Compression.fp16 else "none"
+            given = {name: value for name, value in given.items() if name in known}
+            optimizer = grace.tensorflow.DistributedOptimizer(compressor=method, **given)
+        leave(
+            LINE,
+            "Wrap the optimizer by grace in place of Horovod, and leave `compression` out:\n\n    optimizer = "
+            "grace.tensorflow.DistributedOptimizer(optimizer, {file}, ...)",
+        )
+        return optimizer
+
+    module.DistributedOptimizer = wrapped
+
+
 def _change_keras(module: Any) -> None:
-    module.DistributedOptimizer = _refused("an optimizer of Keras")
+    """Let `fit` measure between two batches, where no graph runs."""
+    fit = module.Model.fit
+
+    class Between(module.callbacks.Callback):  # type: ignore[misc]
+        """Lets the advisor of the model's exchange decide after each batch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            optimizer = self.model.optimizer
+            advisor = getattr(getattr(optimizer, "inner_optimizer", optimizer), "grace", None)
+            if advisor is not None and advisor.advisor is not None:
+                advisor.advisor.decide()
+
+    @functools.wraps(fit)
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(fit).bind(model, *args, **kwargs)
+        callbacks = given.arguments.get("callbacks") or []
+        if isinstance(callbacks, module.callbacks.CallbackList):
+            callbacks.append(Between())
+        else:
+            callbacks = [*(callbacks if isinstance(callbacks, list | tuple) else [callbacks]), Between()]
+        given.arguments["callbacks"] = callbacks
+        return fit(*given.args, **given.kwargs)
+
+    module.Model.fit = watched
 
 
 def _refused(what: str) -> Callable[..., None]:
@@ -200,6 +249,7 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _change_ddp,
     "horovod.torch": _change_horovod,
     "torch.distributed.fsdp": _change_fsdp,
-    "horovod.keras": _change_keras,
-    "horovod.tensorflow.keras": _change_keras,
+    "horovod.keras": _change_horovod_keras,
+    "horovod.tensorflow.keras": _change_horovod_keras,
+    "keras": _change_keras,
 }

@@ -128,13 +128,13 @@ def _without(status: int | None, seen: bool, timeout: float) -> int:
     ended = f"took more than {timeout:.4g} s" if status is None else "ended"
     if seen:
         raise GraceError(
-            f"the script {ended} before enough steps were measured; let it train for at least 30 steps, or raise "
-            "--timeout."
+            f"the script {ended} before enough steps were measured; let it train for at least 30 steps, with "
+            "Keras by fit(), or raise --timeout."
         )
     raise GraceError(
         f"the script {ended}, and no exchange of gradients was seen; expected a script that trains a model in "
-        "DistributedDataParallel or FSDP2, uses Horovod's optimizer for PyTorch, or uses grace, on at least 2 ranks. "
-        "The Python of the script must be able to import grace."
+        "DistributedDataParallel or FSDP2, uses Horovod's optimizer for PyTorch or Keras, or uses grace, on at least "
+        "2 ranks. The Python of the script must be able to import grace."
     )
 
 

@@ -61,9 +61,9 @@ class Watch:
         """Return what the statistics of the exchange show of it: nothing."""
         return {}
 
-    def begin(self) -> None:
-        """Note that a step begins: its first gradient is there."""
-        now = time.perf_counter()
+    def begin(self, at: float | None = None) -> None:
+        """Note that a step begins: its first gradient is there, now or at a time that the adapter has measured."""
+        now = time.perf_counter() if at is None else at
         if self._begun is not None:
             self.periods.append(now - self._begun)
         self._begun, self._now, self._waited = now, {}, 0.0
@@ -71,11 +71,11 @@ class Watch:
     def decide(self) -> None:
         """Do what follows from the steps seen so far, between two steps: nothing."""
 
-    def saw(self, name: str, *parts: Array) -> None:
+    def saw(self, name: str, *parts: Array, at: float | None = None) -> None:
         """Note that a gradient of this rank is there, in one or more parts."""
         if self._begun is None:
             return
-        self._last = time.perf_counter()
+        self._last = time.perf_counter() if at is None else at
         self._now[name] = self._last - self._begun - self._waited
         spec = self._sampled.get(name)
         if spec is not None and name not in self._samples and len(self.periods) == self.steps - 1:
@@ -88,10 +88,11 @@ class Watch:
         self.waits = True
         self._waited += time.perf_counter() - self._last
 
-    def end(self) -> None:
+    def end(self, at: float | None = None) -> None:
         """Note that all gradients of the step are merged."""
         if self._begun is not None and self._now:
-            self.exposed.append(time.perf_counter() - self._begun - max(self._now.values()))
+            now = time.perf_counter() if at is None else at
+            self.exposed.append(now - self._begun - max(self._now.values()))
             self._ready.append(self._now)
 
     def figures(self, candidates: Mapping[str, Config]) -> dict[str, Any]:
@@ -110,10 +111,8 @@ class Watch:
 
     def _codec(self, config: Config) -> dict[str, Any]:
         """Return seconds per unit and per element of a step with the codec, and |x - C(x)|^2 / |x|^2 of the samples."""
-        # Here, because the tables of methods load with it.
-        from grace.bench.codec import LocalStep
-
         seconds, elements, fixed, error, size = 0.0, 0, 0.0, 0.0, 0.0
+        made_step = self.exchange.local_step
         try:
             made = type(config)(config.method, default_rules=False, granularity="layer", split_bytes=0)
             for name, x in self._samples.items():
@@ -122,11 +121,11 @@ class Watch:
                 (unit,) = make_plan([spec], made).units
                 small = TensorSpec(name, (_SMALL // 32, 32), spec.dtype, spec.device)
                 (small_unit,) = make_plan([small], made).units
-                seconds += _timed(LocalStep(unit, ops, 2), x, ops)
-                fixed += _timed(LocalStep(small_unit, ops, 2), x[:_SMALL], ops)
+                seconds += _timed(made_step(unit, ops, 2), x, ops)
+                fixed += _timed(made_step(small_unit, ops, 2), x[:_SMALL], ops)
                 elements += spec.numel
                 # By one rank alone, because the errors of several are smaller together.
-                step = LocalStep(unit, ops, 1)
+                step = made_step(unit, ops, 1)
                 merged = step.run(x, 0, step.receive([x], 0)).gradient
                 error += float(ops.norm(x - ops.reshape(merged, (spec.numel,)))) ** 2
                 size += float(ops.norm(x)) ** 2

@@ -54,7 +54,9 @@ class TracedStep(LocalStep):
         self._count = 1 if unit.communicator.adds else ranks
         signature += [_form(f) for f in self._wire] * self._count
         signature += [tf.TensorSpec([], tf.bool)] * self._count * unit.guarded
-        self._graph = tf.function(self._traced, input_signature=signature, autograph=False)
+        graph = tf.function(self._traced, input_signature=signature, autograph=False)
+        # TensorFlow counts the traces of a function in all instances, and warns of many when it is called.
+        self._graph = graph.get_concrete_function()
 
     def states(self, rank: int) -> dict[str, State]:
         if rank > 0:

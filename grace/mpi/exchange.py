@@ -52,7 +52,8 @@ class MPIExchange(Exchange):
         **options: Any,
     ) -> None:
         request = Request(config, options, type(self), "grace.mpi.MPIExchange")
-        self.transport, ops = MPITransport(comm, timeout=request.timeout), functools.partial(get_ops, "numpy")
+        self.transport: MPITransport = MPITransport(comm, timeout=request.timeout)
+        ops = functools.partial(get_ops, "numpy")
         try:
             with open_session(request, self.transport, world=_WORLD) as session:
                 refuse_states(session.config, request.where)

@@ -6,7 +6,7 @@ import collections
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -18,8 +18,9 @@ from grace.core.errors import ConfigError, IncompatibleError, StepError
 from grace.core.guards.agreement import Handshake
 from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
+from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
-from grace.core.plan.unit import Assignment
+from grace.core.plan.unit import Assignment, Unit
 from grace.core.session import exchange as core
 from grace.core.session.meeting import weighed
 from grace.core.session.outer_setup import check_references, refuse_outer
@@ -42,6 +43,10 @@ from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
 from grace.tensorflow.waiting import elastic_timeout, gather, is_elastic
 
+if TYPE_CHECKING:
+    from grace.advice.advise import Advice
+    from grace.bench.codec import LocalStep
+
 # The number of exchanges that have started, per process set. It is part of the names of their collectives, which must
 # differ between exchanges. Ranks start exchanges in the same order.
 _handshakes: collections.Counter[int] = collections.Counter()
@@ -59,6 +64,7 @@ class Exchange(core.Exchange, tf.Module):
     """
 
     called = "optimizer.grace"
+    watches = True
     # True if the ranks may step on their own: an optimizer has the weights, and a tape has none.
     takes_outer = False
     # Returns the buffers, as soon as they are known.
@@ -183,6 +189,28 @@ class Exchange(core.Exchange, tf.Module):
         # An ordinary assignment would have TensorFlow save them as a part of the exchange.
         vars(self)["_buffers"] = variables if callable(variables) else lambda: variables
 
+    def advise(self, steps: int = 10) -> Advice | None:
+        """Return whether compression pays, or None; see `grace.core.session.exchange.Exchange`.
+
+        The first call must come before the first step, which is traced with what measures it. Raises StepError
+        otherwise.
+        """
+        if self.advisor is None:
+            self._check_untraced("advise()")
+        return super().advise(steps)
+
+    @property
+    def transport(self) -> HorovodTransport:
+        """The transport of the steps, after the first one."""
+        assert self._step is not None
+        return self._step.transport
+
+    def local_step(self, unit: Unit, ops: ArrayOps, ranks: int) -> LocalStep:
+        """Return the local step of a unit as one graph, to time it."""
+        from grace.bench.traced import TracedStep
+
+        return TracedStep(unit, ops, ranks)
+
     def _check_untraced(self, name: str) -> None:
         if self._step is not None:
             raise StepError(f"{name} was set after the first step was traced; set it before the first step.")
@@ -222,6 +250,7 @@ class Exchange(core.Exchange, tf.Module):
             self.rank, self.ranks = self._rank_of_ranks()
             self._make_others()
             self._runs = [self._run_for(self.ranks, self._make_variable)]
+        self._be_launched()
 
     def _run_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> VariableRun:
         """Return the run that the exchange has with these ranks, at its start."""

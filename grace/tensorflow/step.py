@@ -36,7 +36,7 @@ class GraphStep:
     def __init__(
         self, exchange: Exchange, transport: HorovodTransport, kinds: Sequence[tuple[TensorSpec, str | None]]
     ) -> None:
-        self._exchange, self._transport, self._kinds = exchange, transport, kinds
+        self._exchange, self.transport, self._kinds = exchange, transport, kinds
         self._states = exchange.run
         self._watch = Watch(transport.rank, transport.size, exchange.timeout, self._under_way)
         self._replicas = Replicas(exchange.config.check_replicas)
@@ -112,8 +112,8 @@ class GraphStep:
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks. All ranks must call it."""
         fails = tf.cast(tf.reshape(tf.logical_not(condition), [1]), tf.int32)
-        failing = self._transport.allreduce(fails, op="max", name="everywhere").wait()
-        self._transport.end_turn()
+        failing = self.transport.allreduce(fails, op="max", name="everywhere").wait()
+        self.transport.end_turn()
         return failing[0] == 0
 
     def means(
@@ -129,7 +129,7 @@ class GraphStep:
         With `pairing`, the number of a draw, they are over the pair of this rank. `label` begins the names of the
         collectives.
         """
-        transport, found = self._transport, []
+        transport, found = self.transport, []
         for i, x in enumerate(tensors):
             # Horovod for TensorFlow does not add bfloat16.
             wide, name = tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else tf.convert_to_tensor(x), f"{label}.{i}"
@@ -145,7 +145,7 @@ class GraphStep:
 
     def _of_partner(self, x: tf.Tensor, pairing: tf.Tensor, name: str) -> tf.Tensor:
         """Return the flat tensor of the other rank of a pair, or the same of a rank that is alone."""
-        transport, ops, seed = self._transport, tensorflow_ops("cpu"), self._exchange.config.seed
+        transport, ops, seed = self.transport, tensorflow_ops("cpu"), self._exchange.config.seed
         partner = ops.computed(functools.partial(partner_of, transport.rank, transport.size, seed), pairing)
         sent = to_partner(ops, x, partner, transport.size)
         return from_partner(ops, transport.alltoall(sent, name=name).wait(), x, partner)
@@ -175,10 +175,10 @@ class GraphStep:
         """Begin a step: see that the graph is valid, watch over the step, and compare the replicas."""
         run = self._states
         # Otherwise a collective could begin before the error, on some ranks only.
-        self._transport.end_turn([run.check_current()])
+        self.transport.end_turn([run.check_current()])
         self._watch.begin(run.counter, tf.nest.flatten(inputs, expand_composites=True)[:1])
         if compares:
-            self._replicas.compare(self._exchange._weights(), run.shared_states, run.counter, self._transport)
+            self._replicas.compare(self._exchange._weights(), run.shared_states, run.counter, self.transport)
 
     def _run(
         self,
@@ -188,7 +188,7 @@ class GraphStep:
         resting: bool,
         loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
-        exchange, transport, run = self._exchange, self._transport, self._states
+        exchange, transport, run = self._exchange, self.transport, self._states
         rollback = exchange.config.rollback
         exchange.traces += 1
         self._begin(gradients, True)
@@ -207,8 +207,33 @@ class GraphStep:
         run.restore_tensors(before, {self._kinds[place][0].name for place in absent})
         transport.end_turn(results)
         self._watch.end(results)
+        if exchange.advisor is not None:
+            self._tell(gradients, results)
         kinds = itertools.cycle(self._kinds)
         return [None if kind is None else x for (_, kind), x in zip(kinds, merged, strict=False)]
+
+    def _tell(self, gradients: Sequence[Gradient], results: Sequence[tf.Tensor]) -> None:
+        """Let the graph tell the advisor when each dense gradient was there, and when all were merged."""
+        given = {
+            spec.name: x
+            for (spec, _), x in zip(self._kinds, gradients, strict=True)
+            if not isinstance(x, tf.IndexedSlices)
+        }
+
+        def time_after(*tensors: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies(tensors):
+                return tf.timestamp()
+
+        def tell(times: Any, *arrays: Any) -> None:
+            advisor, (*there, end) = self._exchange.advisor, map(float, times)
+            if advisor is not None:
+                advisor.begin(min(there))
+                for name, at, x in zip(given, there, arrays, strict=True):
+                    advisor.saw(name, x, at=at)
+                advisor.end(end)
+
+        times = tf.stack([*map(time_after, given.values()), time_after(*results)])
+        tf.numpy_function(tell, [times, *given.values()], [])
 
     def _exchanged(
         self,
@@ -218,7 +243,7 @@ class GraphStep:
         only: frozenset[int] | None,
         resting: bool,
     ) -> list[Gradient]:
-        exchange, transport = self._exchange, self._transport
+        exchange, transport = self._exchange, self.transport
         follows = exchange.config.outer is not None and exchange.config.outer.follows_sent
         given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
         numbers = {name: number for number, name in enumerate(given)}

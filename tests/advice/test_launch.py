@@ -54,6 +54,21 @@ for kind in {}:
     with open(os.path.join(os.environ['GRACE_ADVISE'], kind), "w") as file:
         file.write("left by a rank")
 """
+KERAS = """
+import keras, numpy as np, horovod.tensorflow.keras as hvd
+hvd.init()
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(64)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse", jit_compile=False)
+x = np.random.default_rng(0).standard_normal((800, 64), np.float32)
+model.fit(x, x, batch_size=8, epochs=10, verbose=0)
+print("trained to the end")
+"""
+KERAS_WITH_GRACE = (
+    KERAS.replace("hvd.Dist", "import_grace.tensorflow.Dist")
+    .replace("import_grace", "__import__('grace')")
+    .replace("1e-3)", "1e-3), compressor='qsgd'")
+)
 SHARDED = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -116,10 +131,12 @@ def test_a_script_with_ddp_is_measured_unchanged(tmp_path):
         (WITH_GRACE, "torchrun", 2, "qsgd"),
         (HOROVOD, "horovodrun-gloo", 2, "none"),
         (HOROVOD, "mpirun", 2, "none"),
+        (KERAS, "horovodrun-gloo", 2, "none"),
+        (KERAS_WITH_GRACE, "horovodrun-gloo", 2, "qsgd"),
         (SHARDED, "torchrun", 2, "none"),
         (REPLICAS, "torchrun", 4, "none"),
     ],
-    ids=["grace", "horovodrun", "mpirun", "fsdp", "replicas"],
+    ids=["grace", "horovodrun", "mpirun", "keras", "keras-grace", "fsdp", "replicas"],
 )
 def test_other_scripts_and_launchers(script, launcher, ranks, measured, tmp_path):
     done = advised(tmp_path, script, launcher, "--json", "advice.json", ranks=ranks)

@@ -18,7 +18,7 @@ from grace.core.observe.announcement import announce, warn
 from grace.core.observe.statistics import scalars
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Modules, Plan, make_plans, next_plan
-from grace.core.plan.unit import Assignment
+from grace.core.plan.unit import Assignment, Unit
 from grace.core.session.outer import OuterRun, OuterState
 from grace.core.session.outer_setup import check_outer, check_references, fragments_of
 from grace.core.session.start import describe
@@ -32,6 +32,7 @@ from grace.core.state.states import plan_at
 if TYPE_CHECKING:
     from grace.advice.advise import Advice
     from grace.advice.watch import Watch
+    from grace.bench.codec import LocalStep
 
 
 class Exchange(ABC):
@@ -51,6 +52,8 @@ class Exchange(ABC):
     watches: bool = False
     #: The configuration, with all changes so far.
     config: Config
+    #: The transport of this process; a simulation has none.
+    transport: Any
     #: The number of this rank; -1 outside of the ranks that take part.
     rank: int
 
@@ -85,13 +88,23 @@ class Exchange(ABC):
             from grace.advice.auto import Auto
 
             self.advisor = Auto(self)
-        if self.watches and not self.outers and self.size > 1 and "GRACE_ADVISE" in os.environ:
-            # The command `grace advise` has started this job.
+        self._be_launched()
+
+    def _be_launched(self) -> None:
+        """Let the command `grace advise` measure the exchange, if that has started this job."""
+        if self.watches and self.config.outer is None and self.size > 1 and "GRACE_ADVISE" in os.environ:
             from grace.advice.launched import Launched
 
             self.advisor = Launched(self)
 
     # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
+
+    def local_step(self, unit: Unit, ops: ArrayOps, ranks: int) -> LocalStep:
+        """Return the local step of a unit on so many ranks, to time it."""
+        # Here, because the tables of methods load with it.
+        from grace.bench.codec import LocalStep
+
+        return LocalStep(unit, ops, ranks)
 
     @property
     def size(self) -> int:

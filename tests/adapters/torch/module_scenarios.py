@@ -253,3 +253,49 @@ def interrupted_pass() -> dict[str, Any]:
         results["interrupted" if interrupts else "whole"] = digest(model.parameters())
     dist.barrier()
     return results
+
+
+def _held(state: dict[str, Any]) -> torch.Tensor:
+    """Return the sums of what the memories hold back."""
+    return torch.stack([x.sum() for states in state["tensors"].values() for x in states["memory"].values()])
+
+
+def resumed_with_auto() -> dict[str, Any]:
+    """Let "auto" choose topk on the first two ranks; resume there, and on all three, and let it choose fp16."""
+    two, mine = dist.new_group([0, 1]), None
+
+    def train(exchange: Any, model: Any, choice: str) -> list[str]:
+        """Return the methods of 40 steps, in which "auto" prefers one."""
+        methods = []
+        with (
+            mock.patch("grace.advice.advise.best_of", return_value=choice),
+            mock.patch("grace.advice.auto.best_of", return_value=choice),
+            mock.patch.object(probe, "SECONDS", 0.005),
+        ):
+            for _ in range(40):
+                model(torch.randn(8, 64)).square().mean().backward()
+                methods.append(exchange.config.to_dict()["compressor"]["name"])
+                model.zero_grad()
+        return methods
+
+    torch.manual_seed(my_rank())
+    if my_rank() < 2:
+        model = torch.nn.Linear(64, 64)
+        exchange = grace.torch.register(model, compressor="auto", process_group=two)
+        methods = train(exchange, model, "topk")
+        mine = {"config": exchange.config.to_dict(), "state": exchange.state_dict(), "methods": methods}
+    saved: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(saved, mine)
+    results = {"saved": saved[0]["methods"]}
+    for size, group in ((2, two), (3, None)):
+        if my_rank() < size:
+            model = torch.nn.Linear(64, 64)
+            exchange = grace.torch.register(model, saved[0]["config"], process_group=group)
+            exact = exchange.load_state_dict([each["state"] for each in saved[:2]])
+            sums = _held(exchange.state_dict())
+            dist.all_reduce(sums, group=group)
+            expected = sum(_held(each["state"]) for each in saved[:2])
+            # The mean over the ranks is what is applied.
+            difference = float((sums / size - expected / 2).abs().max() / expected.abs().max())
+            results[f"on {size}"] = [exact, difference, train(exchange, model, "fp16"), exchange.config.auto]
+    return results

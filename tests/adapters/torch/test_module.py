@@ -98,3 +98,17 @@ def test_advice_and_auto_are_equal_on_all_ranks(launch):
         assert found["config"]["compressor"]["name"] == found["auto"]["compressor"]
         assert found["config"]["auto"]
         assert ranks[0][f"{way}, twice"].startswith("StepError: ")
+
+
+@on(THREE)
+def test_auto_goes_on_with_the_method_of_a_checkpoint_and_decides_again(launch):
+    """On as many ranks as saved it, and on more of them, with the residuals."""
+    for rank, found in enumerate(scenario("resumed_with_auto", launch)):
+        assert (found["saved"][0], found["saved"][-1]) == ("none", "topk")
+        assert ("on 2" in found) == (rank < 2)
+        for size in (2, 3):
+            if rank < size:
+                exact, difference, methods, auto = found[f"on {size}"]
+                assert exact == (size == 2)
+                assert difference < 1e-5
+                assert (methods[0], methods[-1], auto) == ("topk", "fp16", True)
