@@ -13,7 +13,7 @@ import numpy as np
 import tables
 
 from grace.bench.codec import LocalStep, make_unit
-from grace.core.codecs.signs import sign_mean
+from grace.core.codecs.signs import binarize_means, sign_mean
 from grace.core.config.registry import compressors
 from grace.core.ops import get_ops, native
 from grace.core.wire.lanes import pack_lanes, unpack_lanes
@@ -46,6 +46,7 @@ TOP = 4 + 5 * MARKS
 WITHIN = {
     "sum_top": (TOP, "a second pass marks elements by the first digit of the k-th magnitude; marks; tied elements"),
     "sum_select": (MARKS, "marks"),
+    "sum_sample": (MARKS, "marks; the sample is written in its own order"),
     "top": (TOP, "as sum_top"),
     "top_bound": (TOP, "as sum_top"),
     "top_of_sides": (2 * (4 + TOP), "as sum_top, for each sign"),
@@ -55,7 +56,6 @@ WITHIN = {
     "filter_positions": (MARKS, "marks"),
     "keep_odds": (3 * 4, "a pass per round; three rounds are counted"),
     "power_words": (8 + MARKS, "gradient and noise are read twice; marks"),
-    "binarize_columns": (4, "signs and means are separate passes"),
     "ternary_encode": (4 / 5, "bytes of five digits are written once and read three times"),
     "ternary_sum": (3 / 5, "of each payload: its digits are written twice and read once"),
     "precision_encode": (4 + 2 / 4, "elements are read twice; widths"),
@@ -70,9 +70,30 @@ WITHIN = {
 AGAIN = ("precision_sum", "leading_sum")
 # Bits of the first digit of a magnitude of 31 bits.
 FIRST_DIGIT = 11
-# Methods that make all their passes over the gradient by kernels.
-WHOLE = ("fp16", "signsgd", "efsignsgd", "onebit", "topk", "threshold", "randomk", "qsgd", "terngrad", "natural")
-WHOLE += ("eightbit", "uniform", "blockwise", "eden", "3lc")
+# Methods that make all their passes over the gradient by kernels, and the least that a step moves: bytes per element,
+# and bytes per entry of the payload of a sparsifier. What is read or written once before, and once after each number of
+# the whole tensor (a scale, the k-th magnitude) is known, is counted: first what compresses, then what merges two
+# payloads. A residual is added by 12 bytes. An entry has 8 bytes, and a sector at its place: to leave the residual, and
+# in the sum of each payload, which is read from the second one on.
+ENTRY = 8 + SECTOR + 2 * 8 + 3 * SECTOR
+LIMITS = {
+    "fp16": (6 + 6, 0),
+    "signsgd": (4 + 1 / 8 + 2 / 8 + 4, 0),
+    "efsignsgd": (12 + 1 / 8 + 8 + 2 / 8 + 4, 0),
+    "onebit": (12 + 1 / 8 + 8 + 2 / 8 + 4, 0),
+    "topk": (12 + 4 + 4, ENTRY),
+    "threshold": (12 + 4, ENTRY),
+    # The values are added on the way, and their order is not that of the elements.
+    "randomk": (12 + 4, 8 + SECTOR + 8 + SECTOR),
+    "qsgd": (4 + 1 + 2 + 4, 0),
+    "terngrad": (4 + 4 + 2 / 8 + 4 / 8 + 4, 0),
+    "natural": (4 + 9 / 8 + 18 / 8 + 4, 0),
+    "eightbit": (4 + 4 + 1 + 2 + 4, 0),
+    "uniform": (4 + 4 + 1 + 2 + 4, 0),
+    "blockwise": (12 + 4 / 8 + 8 / 8 + 4, 0),
+    "eden": (4 + 4 / 8 + 8 / 8 + 4, 0),
+    "3lc": (12 + 8 + 4, 0),
+}
 # A copy reads and writes a float32.
 COPY = 8
 COLUMNS = {
@@ -86,6 +107,8 @@ COLUMNS = {
 STEPS_COLUMNS = {
     "method": {"title": "method"},
     "bytes": {"title": "bytes per element", "format": ".1f"},
+    "limit": {"title": "least possible", "format": ".1f"},
+    "times": {"title": "bytes / least possible", "format": ".2f"},
     "copies": {"title": "copies", "format": ".1f"},
     "microseconds": {"title": "least time, µs", "format": ".0f"},
 }
@@ -101,7 +124,7 @@ class Counter:
         # By kernel: the largest call as (bytes outside, bytes within, method).
         self.largest = {}
         # By method: the bytes of all its calls.
-        self.total = dict.fromkeys(WHOLE, 0.0)
+        self.total = dict.fromkeys(LIMITS, 0.0)
         self.method = ""
 
     def __enter__(self):
@@ -146,6 +169,7 @@ def moved(kernel, inputs, integers, numbers, results, consumes):
         "select",
         "sum_top",
         "sum_select",
+        "sum_sample",
         "select_in_bins",
         "draw_kept",
         "top_of_sides",
@@ -182,6 +206,8 @@ def others(ops, counter):
     """Count kernels of other options, and those of sums that no transport makes: of 16-bit floats, and in words."""
     counter.method = "efsignsgd without memory"
     sign_mean(ops, ops.zeros(ELEMENTS, "float32"))
+    counter.method = "onebit without memory"
+    binarize_means(ops, ops.zeros(ELEMENTS, "float32"), 0.0, 1000)
     halves = [ops.zeros(ELEMENTS, "float16") for _ in range(RANKS)]
     counter.method = "fp16, the sum"
     ops.half_sum(halves, 1 / RANKS)
@@ -194,6 +220,7 @@ def main():
     ops, rng = get_ops("numpy"), np.random.default_rng(0)
     if not ops.runs_kernels:
         sys.exit("the kernels are not built: python setup.py build_ext --inplace")
+    entries = {}
     with Counter() as counter:
         for name in compressors:
             local = LocalStep(make_unit(name, ELEMENTS), ops, RANKS)
@@ -203,7 +230,8 @@ def main():
                 arrived = local.receive(given, step)
                 # The last step is counted, when memories are full.
                 counter.method = name if step == STEPS - 1 else ""
-                local.run(given[0], step, arrived)
+                done = local.run(given[0], step, arrived)
+                entries[name] = done.payload["indices"].size if "indices" in done.payload else 0
         others(ops, counter)
     rows = [
         {
@@ -219,10 +247,13 @@ def main():
     commands = [f"python benchmarks/gpu_budget.py {sys.argv[1]} {sys.argv[2]}"]
     what = f"Bytes that each kernel moves on a GPU per element of a float32 gradient, in a step with {CONDITIONS}"
     tables.write(sys.argv[1], what, COLUMNS, rows, commands=commands)
+    least = {name: dense + entry * entries[name] / ELEMENTS for name, (dense, entry) in LIMITS.items()}
     steps = [
         {
             "method": name,
             "bytes": round(total / ELEMENTS, 2),
+            "limit": round(least[name], 2),
+            "times": round(total / ELEMENTS / least[name], 3),
             "copies": round(total / ELEMENTS / COPY, 2),
             "microseconds": microseconds(total),
         }

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "grace/kernels.h"
+#include "grace/sums.h"
 
 namespace grace {
 namespace {
@@ -11,6 +12,26 @@ uint8_t all_good(const Scratch<uint8_t>& pieces, int64_t n) {
     uint8_t all = 1;
     for (int64_t i = 0; i < divide_up(n, kPiece); ++i) all &= pieces[i];
     return all;
+}
+
+// The permutation of a sample of k of n elements. Its round keys come from separate streams, as in
+// grace/core/ops/random.py.
+Permutation permutation_of(const Call& call, int64_t n, int64_t k, RandomKey key) {
+    if (k > n || n > INT32_MAX) {
+        call.fail(Error::Kind::value, "expected k <= n < 2^31, received k = " + std::to_string(k) +
+                                          " and n = " + std::to_string(n));
+    }
+    key.stream += 1u << 16;
+    uint32_t random[8];
+    integer_loops().words(&key, 0, 2, random);
+    int bits = 2;
+    while (bits < 31 && (int64_t(1) << bits) < n) ++bits;
+    Permutation permutation;
+    std::copy(random, random + 8, permutation.keys);
+    permutation.low = bits / 2;
+    permutation.low_mask = (1u << permutation.low) - 1;
+    permutation.high_mask = (1u << (bits - permutation.low)) - 1;
+    return permutation;
 }
 
 }  // namespace
@@ -225,26 +246,42 @@ GRACE_KERNEL(uniform, "; n, key -> float32[n]") {
 GRACE_KERNEL(sample, "; n, k, key -> int32[k]") {
     call.expect(0, 6, 0);
     const int64_t n = call.length(0), k = call.length(1);
-    if (k > n || n > INT32_MAX) {
-        call.fail(Error::Kind::value, "expected k <= n < 2^31, received k = " + std::to_string(k) +
-                                          " and n = " + std::to_string(n));
-    }
-    RandomKey key = key_at(call, 2);
-    // The round keys come from separate streams, as in grace/core/ops/random.py.
-    key.stream += 1u << 16;
-    uint32_t random[8];
-    integer_loops().words(&key, 0, 2, random);
-    int bits = 2;
-    while (bits < 31 && (int64_t(1) << bits) < n) ++bits;
-    Permutation permutation;
-    std::copy(random, random + 8, permutation.keys);
-    permutation.low = bits / 2;
-    permutation.low_mask = (1u << permutation.low) - 1;
-    permutation.high_mask = (1u << (bits - permutation.low)) - 1;
+    const Permutation permutation = permutation_of(call, n, k, key_at(call, 2));
     int32_t* out = call.output<int32_t>(k);
     GRACE_GPU(call, sample, permutation, static_cast<uint32_t>(n), out, k);
     over_pieces(call, k, [&](int64_t begin, int64_t end) {
         integer_loops().sample(&permutation, static_cast<uint32_t>(n), begin, end, out + begin);
+    });
+}
+
+GRACE_KERNEL(sum_sample, "x T, y T; k, key; a, b -> T[x], T[k], int32[k], uint8[1]") {
+    call.expect(2, 5, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, k = call.length(0);
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        const Permutation permutation = permutation_of(call, n, k, key_at(call, 1));
+        T* out = call.output<T>(n);
+        T* values = call.output<T>(k);
+        int32_t* indices = call.output<int32_t>(k);
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, sum_sample, x, a, y, b, permutation, out, values, indices, good, n, k);
+        Scratch<uint8_t> each(divide_up(n, kPiece));
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            each[begin / kPiece] =
+                loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, is_large<T>(n));
+        });
+        over_pieces(call, k, [&](int64_t begin, int64_t end) {
+            integer_loops().sample(&permutation, static_cast<uint32_t>(n), begin, end, indices + begin);
+            constexpr int64_t ahead = 24;  // prefetch distance for memory that is read out of order
+            for (int64_t i = begin; i < end; ++i) {
+                __builtin_prefetch(out + indices[std::min(i + ahead, end - 1)], 1);
+                values[i] = out[indices[i]];
+                out[indices[i]] = T(0);
+            }
+        });
+        *good = all_good(each, n);
     });
 }
 

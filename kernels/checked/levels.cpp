@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "grace/kernels.h"
+#include "grace/sums.h"
 
 namespace grace {
 namespace {
@@ -51,6 +52,42 @@ template <class Body> Sides sides_of_pieces(Call& call, int64_t n, Body body) {
         sides.low += of_piece[3 * i + 2];
     }
     return sides;
+}
+
+// The bits and the means of the columns of x. make(begin, end) is called for all elements, before they are read.
+template <class T, class Make>
+void signs_of_columns(Call& call, const T* x, int64_t n, int64_t columns, T threshold, uint8_t* bits, T* means,
+                      Make make) {
+    // Tiles of kPiece elements or a few times as many: wide, so that memory is read in long stretches, and high, so that
+    // there are few sums to add.
+    const int64_t rows = n / columns, width = divide_up(divide_up(columns, divide_up(columns, 4096)), 16) * 16;
+    const int64_t each = std::max<int64_t>(128, kPiece / width / 8 * 8);
+    const int64_t across = divide_up(columns, width), blocks = std::max<int64_t>(1, divide_up(rows, each));
+    // Tiles beside each other share bytes of bits.
+    if (across > 1) over_pieces(call, n, make);
+    Scratch<double> of_block(3 * columns * blocks);
+    call.parallel(blocks * across, [&](int64_t task) {
+        const int64_t block = task / across, begin = task % across * width;
+        const Tile tile{columns, block * each, std::min(rows, (block + 1) * each), begin,
+                        std::min(columns, begin + width)};
+        if (across == 1) make(tile.first * columns, tile.last * columns);
+        loops<T>().binarize_columns(x, threshold, bits, n, &tile, of_block.data() + 3 * columns * block + begin);
+    });
+    call.parallel(across, [&](int64_t task) {
+        double* sums = of_block.data();
+        const int64_t begin = task * width, end = std::min(columns, begin + width);
+        for (int64_t list = 3; list < 3 * blocks; ++list) {
+            // Of one block after the other, because the sums of one column lie far apart.
+            double *total = sums + list % 3 * columns, *more = sums + list * columns;
+            for (int64_t j = begin; j < end; ++j) total[j] += more[j];
+        }
+        for (int64_t j = begin; j < end; ++j) {
+            T pair[2];
+            means_of(Sides{sums[j], sums[columns + j], sums[2 * columns + j]}, rows, pair);
+            means[j] = pair[0];
+            means[columns + j] = pair[1];
+        }
+    });
 }
 
 // codes(begin, end, low, high) writes the low bytes of a piece's codes and, above 8 bits, the high bytes.
@@ -300,39 +337,43 @@ GRACE_KERNEL(binarize_columns, "x T; columns; threshold -> uint8[packed], T[2 co
     call.expect(1, 1, 1);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const int64_t n = call.input(0).size, columns = columns_at(call, 0, n), rows = n / columns;
+        const int64_t n = call.input(0).size, columns = columns_at(call, 0, n);
         const T* x = call.input<T>(0);
         uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
         T* means = call.output<T>(2 * columns);
         const T threshold = static_cast<T>(call.number(0));
         GRACE_GPU(call, binarize_columns, x, threshold, columns, bits, means, n);
-        // Tiles of kPiece elements or a few times as many: wide, so that memory is read in long stretches, and high, so
-        // that there are few sums to add.
-        const int64_t width = divide_up(divide_up(columns, divide_up(columns, 4096)), 16) * 16;
-        const int64_t each = std::max<int64_t>(128, kPiece / width / 8 * 8);
-        const int64_t across = divide_up(columns, width), blocks = std::max<int64_t>(1, divide_up(rows, each));
-        Scratch<double> of_block(3 * columns * blocks);
-        call.parallel(blocks * across, [&](int64_t task) {
-            const int64_t block = task / across, begin = task % across * width;
-            const Tile tile{columns, block * each, std::min(rows, (block + 1) * each), begin,
-                            std::min(columns, begin + width)};
-            loops<T>().binarize_columns(x, threshold, bits, n, &tile, of_block.data() + 3 * columns * block + begin);
-        });
-        call.parallel(across, [&](int64_t task) {
-            double* sums = of_block.data();
-            const int64_t begin = task * width, end = std::min(columns, begin + width);
-            for (int64_t list = 3; list < 3 * blocks; ++list) {
-                // Of one block after the other, because the sums of one column lie far apart.
-                double *total = sums + list % 3 * columns, *more = sums + list * columns;
-                for (int64_t j = begin; j < end; ++j) total[j] += more[j];
-            }
-            for (int64_t j = begin; j < end; ++j) {
-                T pair[2];
-                means_of(Sides{sums[j], sums[columns + j], sums[2 * columns + j]}, rows, pair);
-                means[j] = pair[0];
-                means[columns + j] = pair[1];
-            }
-        });
+        signs_of_columns(call, x, n, columns, threshold, bits, means, [](int64_t, int64_t) {});
+    });
+}
+
+GRACE_KERNEL(sum_columns, "x T, y T; columns; threshold, a, b -> T[x], uint8[packed], T[2 columns], uint8[1]") {
+    call.expect(2, 1, 3);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size, columns = columns_at(call, 0, n);
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n);
+        const T threshold = static_cast<T>(call.number(0));
+        const T a = static_cast<T>(call.number(1)), b = static_cast<T>(call.number(2));
+        T* out = call.output<T>(n);
+        uint8_t* bits = call.output<uint8_t>(packed_size(n, 1));
+        T* means = call.output<T>(2 * columns);
+        uint8_t* good = call.verdict();
+        GRACE_GPU(call, sum_columns, x, a, y, b, out, threshold, columns, bits, means, good, n);
+        std::atomic<uint8_t> all{1};
+        const auto add = [&](int64_t begin, int64_t end) {
+            if (!loops<T>().weighted_sum(x + begin, a, y + begin, b, out + begin, end - begin, false)) all = 0;
+        };
+        if (columns == 1) {
+            const Sides sides = sides_of_pieces(call, n, [&](int64_t begin, int64_t end, double* sums) {
+                add(begin, end);
+                loops<T>().binarize_sums(out + begin, threshold, bits + begin / 8, sums, end - begin);
+            });
+            means_of(sides, n, means);
+        } else {
+            signs_of_columns(call, out, n, columns, threshold, bits, means, add);
+        }
+        *good = all;
     });
 }
 

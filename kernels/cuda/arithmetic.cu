@@ -1,4 +1,5 @@
 // Sums, norms, conversions and random numbers.
+#include "grace/sums.h"
 #include "ranks.h"
 
 namespace grace {
@@ -186,10 +187,39 @@ void uniform(const Stream& on, const RandomKey& key, float* out, int64_t n) {
 
 void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_t* out, int64_t k) {
     const Permutation mine = permutation;
-    map(on, out, k, [=] __device__(int64_t i) {
-        uint32_t found = permuted(mine, uint32_t(i));
-        while (found >= n) found = permuted(mine, found);
-        return int32_t(found);
+    map(on, out, k, [=] __device__(int64_t i) { return int32_t(sampled(mine, n, uint32_t(i))); });
+}
+
+// The sample is marked, one bit per element. The pass that adds the arrays finds the places of the marked elements by
+// the inverse of the permutation.
+template <class T>
+void sum_sample(const Stream& on, const T* x, T a, const T* y, T b, const Permutation& permutation, T* out, T* values,
+                int32_t* indices, uint8_t* good, int64_t n, int64_t k) {
+    const Permutation mine = permutation;
+    const int64_t words = divide_up(n, 32);
+    uint32_t* marks = scratch<uint32_t>(on, words);
+    set_good(on, good);
+    if (n == 0) return;
+    check(cudaMemsetAsync(marks, 0, static_cast<size_t>(words) * sizeof(uint32_t), on.handle), "zeros");
+    each(on, k, [=] __device__(int64_t i) {
+        const uint32_t index = sampled(mine, uint32_t(n), uint32_t(i));
+        indices[i] = int32_t(index);
+        atomicOr(&marks[index / 32], 1u << index % 32);
+    });
+    const WeightedSum<T> sum{x, a, y, b, out, good};
+    each(on, divide_up(n, 8), [=] __device__(int64_t group) {
+        const int count = group_size(group, n);
+        T found[8];
+        sum.read(group, count, found);
+        check_group(found, count, good);
+        const uint32_t marked = marks[group / 4] >> (group % 4 * 8) & 255u;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if ((marked >> j & 1u) == 0) continue;
+            values[place_in_sample(mine, uint32_t(n), uint32_t(8 * group + j))] = found[j];
+            found[j] = T(0);
+        }
+        store_group(found, group, count, out);
     });
 }
 
@@ -197,6 +227,8 @@ void sample(const Stream& on, const Permutation& permutation, uint32_t n, int32_
     template void weighted_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t);       \
     template void finite_sum<T>(const Stream&, const T*, T, const T*, T, T*, int64_t, uint8_t*); \
     template void momentum_sum<T>(const Stream&, const T*, T, const T*, const T*, T*, T*, uint8_t*, int64_t); \
+    template void sum_sample<T>(const Stream&, const T*, T, const T*, T, const Permutation&, T*, T*, int32_t*, uint8_t*, \
+                                int64_t, int64_t);                                               \
     template void square_sum<T>(const Stream&, const T*, const T*, T, T, T*, int64_t);           \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \

@@ -89,6 +89,12 @@ template <class V> V atomicAdd(V* to, V value) {
     return before;
 }
 
+template <class V> V atomicOr(V* to, V value) {
+    const V before = *to;
+    *to |= value;
+    return before;
+}
+
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {

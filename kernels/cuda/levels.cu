@@ -1,6 +1,7 @@
 // Signs and levels: quantizers, and the packing of bits. Each thread handles 8 elements, which give whole bytes.
 #include <algorithm>
 
+#include "grace/sums.h"
 #include "ranks.h"
 
 namespace grace {
@@ -67,6 +68,72 @@ template <class T> __device__ inline uint8_t byte_of(const T found[8], T thresho
     return uint8_t(byte);
 }
 
+template <class T> __device__ inline void add_to_side(Sides* sides, T value, T threshold) {
+    const bool above = value >= threshold;
+    sides->count += above ? 1.0 : 0.0;
+    sides->high += double(above ? value : T(0));
+    sides->low += double(above ? T(0) : value);
+}
+
+// The means of columns, from the sums of their stretches.
+template <class T>
+void means_of_columns(const Stream& on, const Sides* found, int64_t rows, int64_t columns, int64_t stretches, T* means) {
+    each(on, columns, [=] __device__(int64_t column) {
+        Sides sides{0, 0, 0};
+        for (int64_t s = 0; s < stretches; ++s) sides = JoinSides()(sides, found[s * columns + column]);
+        T pair[2];
+        means_of(sides, rows, pair);
+        means[column] = pair[0];
+        means[columns + column] = pair[1];
+    });
+}
+
+// The threads of a warp that are in the same 8 columns, and the groups of 8 columns that it reads of each row.
+constexpr int kRowsOfWarp = 8, kGroupsOfWarp = int(kWarp) / kRowsOfWarp;
+
+// One warp adds up a stretch of rows. `across` is the number of groups in a row.
+template <class T, class Source>
+__global__ void columns_kernel(Source source, T threshold, int64_t rows, int64_t across, int64_t length,
+                               int64_t stretches, uint8_t* bits, Sides* found) {
+    const int lane = int(threadIdx.x % kWarp);
+    const int64_t wide = (across + kGroupsOfWarp - 1) / kGroupsOfWarp, warps = int64_t(gridDim.x) * (kThreads / kWarp);
+    // The bound is the same for all threads of a warp, so they leave the loop together.
+    for (int64_t w = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp; w < wide * stretches; w += warps) {
+        const int64_t stretch = w / wide, first = stretch * length;
+        const int64_t end = first + length < rows ? first + length : rows;
+        const int64_t group = w % wide * kGroupsOfWarp + lane % kGroupsOfWarp;
+        Sides sides[8] = {};
+        for (int64_t row = first + lane / kGroupsOfWarp; group < across && row < end; row += kRowsOfWarp) {
+            T values[8];
+            source(row * across + group, 8, values);
+            bits[row * across + group] = byte_of(values, threshold, 8);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) add_to_side(&sides[j], values[j], threshold);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            for (int far = int(kWarp) / 2; far >= kGroupsOfWarp; far /= 2) {
+                const Sides other{__shfl_xor_sync(kAll, sides[j].count, far), __shfl_xor_sync(kAll, sides[j].high, far),
+                                  __shfl_xor_sync(kAll, sides[j].low, far)};
+                sides[j] = JoinSides()(sides[j], other);
+            }
+            if (lane < kGroupsOfWarp && group < across) found[(stretch * across + group) * 8 + j] = sides[j];
+        }
+    }
+}
+
+// The bits and the means of the columns of what a source reads. The number of columns is a multiple of 8.
+template <class T, class Source>
+void signs_of_columns(const Stream& on, Source source, T threshold, int64_t columns, uint8_t* bits, T* means, int64_t n) {
+    const int64_t rows = n / columns, across = columns / 8, wide = divide_up(across, kGroupsOfWarp);
+    const int64_t most = divide_up(2 * kMostParts, wide), least = 8 * kRowsOfWarp;
+    const int64_t length = std::max<int64_t>(least, divide_up(rows, most)), stretches = divide_up(rows, length);
+    Sides* found = scratch<Sides>(on, stretches * columns);
+    launch(on, blocks_for(wide * stretches, kThreads / kWarp), columns_kernel<T, Source>, source, threshold, rows, across,
+           length, stretches, bits, found);
+    means_of_columns(on, found, rows, columns, stretches, means);
+}
+
 // The bits and means of what a source reads.
 template <class T, class Source>
 void signs_and_means(const Stream& on, Source source, T threshold, bool single, uint8_t* bits, T* means, int64_t n) {
@@ -80,10 +147,7 @@ void signs_and_means(const Stream& on, Source source, T threshold, bool single, 
             Sides sides{0, 0, 0};
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const bool above = found[j] >= threshold;
-                sides.count += j < count && above ? 1.0 : 0.0;
-                sides.high += double(above ? found[j] : T(0));
-                sides.low += double(above ? T(0) : found[j]);
+                if (j < count) add_to_side(&sides, found[j], threshold);
             }
             return sides;
         },
@@ -330,6 +394,10 @@ void binary_sum(const Stream& on, const std::vector<Coded<T>>& ranks, bool singl
 
 template <class T>
 void binarize_columns(const Stream& on, const T* x, T threshold, int64_t columns, uint8_t* bits, T* means, int64_t n) {
+    if (columns % 8 == 0) {
+        signs_of_columns(on, Elements<T>{x}, threshold, columns, bits, means, n);
+        return;
+    }
     binarize(on, x, threshold, bits, n);
     // Neighbouring threads sum neighbouring columns. A column is divided so that there are enough threads.
     const int64_t rows = n / columns, most = divide_up(kMostParts * kThreads, columns);
@@ -341,23 +409,26 @@ void binarize_columns(const Stream& on, const T* x, T threshold, int64_t columns
         const int64_t first = stretch * length, end = first + length < rows ? first + length : rows;
         Sides sides{0, 0, 0};
 #pragma unroll 4
-        for (int64_t row = first; row < end; ++row) {
-            const T value = x[row * columns + column];
-            const bool above = value >= threshold;
-            sides.count += above ? 1.0 : 0.0;
-            sides.high += double(above ? value : T(0));
-            sides.low += double(above ? T(0) : value);
-        }
+        for (int64_t row = first; row < end; ++row) add_to_side(&sides, x[row * columns + column], threshold);
         found[i] = sides;
     });
-    each(on, columns, [=] __device__(int64_t column) {
-        Sides sides{0, 0, 0};
-        for (int64_t s = 0; s < stretches; ++s) sides = JoinSides()(sides, found[s * columns + column]);
-        T pair[2];
-        means_of(sides, rows, pair);
-        means[column] = pair[0];
-        means[columns + column] = pair[1];
-    });
+    means_of_columns(on, found, rows, columns, stretches, means);
+}
+
+template <class T>
+void sum_columns(const Stream& on, const T* x, T a, const T* y, T b, T* out, T threshold, int64_t columns,
+                 uint8_t* bits, T* means, uint8_t* good, int64_t n) {
+    const WeightedSum<T> sum{x, a, y, b, out, good};
+    if (columns == 1) {
+        set_good(on, good);
+        signs_and_means(on, sum, threshold, false, bits, means, n);
+    } else if (columns % 8 == 0) {
+        set_good(on, good);
+        signs_of_columns(on, sum, threshold, columns, bits, means, n);
+    } else {
+        finite_sum(on, x, a, y, b, out, n, good);
+        binarize_columns(on, out, threshold, columns, bits, means, n);
+    }
 }
 
 template <class T>
@@ -535,6 +606,8 @@ void unpack_lanes(const Stream& on, const int32_t* words, int64_t count, int lan
     template void sum_sign_mean<T>(const Stream&, const T*, T, const T*, T, T*, uint8_t*, uint8_t*, T*, int64_t);      \
     template void binary_sum<T>(const Stream&, const std::vector<Coded<T>>&, bool, bool, const T*, T, T*, int64_t);    \
     template void binarize_columns<T>(const Stream&, const T*, T, int64_t, uint8_t*, T*, int64_t);                     \
+    template void sum_columns<T>(const Stream&, const T*, T, const T*, T, T*, T, int64_t, uint8_t*, T*, uint8_t*,     \
+                                 int64_t);                                                                            \
     template void column_sum<T>(const Stream&, const std::vector<Coded<T>>&, int64_t, bool, const T*, T*, int64_t);    \
     template void majority<T>(const Stream&, const std::vector<const uint8_t*>&, T*, int64_t);                        \
     template void bucket_norms<T>(const Stream&, const T*, int64_t, int64_t, bool, T*);                               \

@@ -32,3 +32,10 @@ def test_every_kernel_has_a_row(budget):
     for row in rows:
         moved = (row["outside"] + row["within"]) * budget.SHOWN / budget.BANDWIDTH * 1e6
         assert row["microseconds"] == pytest.approx(moved, abs=0.1)
+
+
+def test_steps_move_little_more_than_they_must(budget):
+    rows = json.loads((ROOT / "docs/results/gpu_budget_steps.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["method"] for row in rows} == budget.LIMITS.keys()
+    # Its scale comes between a pass that adds the residual and two more, and its codes are written in several passes.
+    assert [row["method"] for row in rows if row["times"] > 1.15] == ["3lc"]

@@ -609,6 +609,39 @@ def sum_sign_mean(ops, g):
 
 
 @case
+def sum_columns(ops, g):
+    for a, b in g.some([(1.0, 1.0), (0.9, 1.0), (1.0, 0.3)]):
+        for threshold in g.some([0.0, 0.25]):
+            for rows, columns in ((g.n, 1), *matrices(g)):
+                n = rows * columns
+                total, bits, means, finite = signs.sum_columns(ops, g.x(n), a, g.x(n), b, threshold, columns)
+                yield total
+                yield bits
+                yield free(ops, g, means)
+                yield ops.cast(finite, "uint8")
+    if g.n:
+        values = g.numbers()
+        values[g.n // 2] = np.nan
+        for columns in (1, g.n):
+            yield ops.cast(signs.sum_columns(ops, g.x(), 1.0, g.lay(values), 1.0, 0.0, columns)[3], "uint8")
+
+
+@case
+def sum_sample(ops, g):
+    for k in (0, 1, g.n // 10, g.n // 3, g.n):
+        for a, b in g.some([(1.0, 1.0), (0.9, 1.0), (1.0, 0.3)]):
+            left, finite, *found = sums.sum_sample(ops, g.x(), a, g.x(), b, min(k, g.n), Key(77, 5, 1))
+            yield left
+            yield ops.cast(finite, "uint8")
+            yield from found
+    if g.n:
+        values = g.numbers()
+        values[g.n // 2] = -np.inf
+        for k in (0, g.n):
+            yield ops.cast(sums.sum_sample(ops, g.x(), 1.0, g.lay(values), 1.0, k, Key(77, 5, 1))[1], "uint8")
+
+
+@case
 def majority(ops, g):
     for ranks in g.some([1, 2, 3, 8]):
         yield signs.majority(ops, [g.bytes(packed_size(g.n, 1)) for _ in range(ranks)], g.n, g.dtype)

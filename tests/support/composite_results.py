@@ -184,6 +184,17 @@ def sum_top(n, dtype):
 
 
 @case
+def sum_sample(n, dtype):
+    x, y, _ = several(n, dtype)
+    total = x * np.dtype(dtype).type(0.9) + y
+    for k in {0, min(1, n), n // 3, n}:
+        indices = NumpyOps().sample(n, k, KEY)
+        left = total.copy()
+        left[indices] = 0
+        yield Call("sum_sample", (x, 0.9, y, 1, k, KEY), {}, (left, np.array(True), total[indices], indices))
+
+
+@case
 def sum_select(n, dtype):
     x, y, _ = several(n, dtype)
     for bound, strict in ((0.5, True), (0.0, False), (1e9, True)):
@@ -286,6 +297,16 @@ def sum_sign_mean(n, dtype):
     mean = np.abs(total).sum(dtype=np.float64).astype(dtype) / np.array(max(1, n), dtype)
     told = (total, packed(total >= 0, 1), mean.reshape(1), np.array(True))
     yield Call("sum_sign_mean", (x, 0.9, y, 1), {}, told)
+
+
+@case
+def sum_columns(n, dtype):
+    x, y, _ = several(n, dtype)
+    total = x * np.dtype(dtype).type(0.9) + y
+    for columns in (1, *columns_of(n)):
+        pairs = np.array([side_means(column, 0.25) for column in total.reshape(-1, columns).T]).astype(dtype)
+        told = (total, packed(total >= 0.25, 1), pairs.T.reshape(-1), np.array(True))
+        yield Call("sum_columns", (x, 0.9, y, 1, 0.25, columns), {}, told)
 
 
 @case

@@ -131,6 +131,44 @@ def _(
     return total, bits, mean, good
 
 
+@composite(one_graph=True)
+def sum_columns(
+    ops: ArrayOps,
+    x: Array,
+    a: float,
+    y: Array,
+    b: float,
+    threshold: float,
+    columns: int = 1,
+    out: Array | None = None,
+) -> tuple[Array, Array, Array, Array]:
+    """Return a x + b y, what `binarize_means` returns of it, and whether it is finite."""
+    total, finite = ops.finite_sum(x, a, y, b, out)
+    return total, *binarize_means(ops, total, threshold, columns), finite
+
+
+@sum_columns.kernel()
+def _(
+    ops: Native,
+    x: Array,
+    a: float,
+    y: Array,
+    b: float,
+    threshold: float,
+    columns: int = 1,
+    out: Array | None = None,
+) -> tuple[Array, Array, Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype:
+        return None
+    n = ops.length(x)
+    outputs, lengths = [dtype, "uint8", dtype, "bool"], [n, packed_size(n, 1), 2 * columns, 1]
+    total, bits, means, good = ops.run(
+        "sum_columns", [x, y], [columns], [threshold, a, b], outputs=outputs, lengths=lengths, out=out
+    )
+    return total, bits, means, good
+
+
 def _sides(ops: ArrayOps, x: Array, threshold: float, columns: int = 1) -> tuple[Array, Array, Array]:
     """Return in float64 the number of elements with bit 1, their sum, and the sum of the others.
 

@@ -8,7 +8,7 @@ from grace.core.memories.efsignsgd import EFSignMemory
 from grace.core.memories.residual import Residual
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.table import composite
-from grace.core.spec import Array
+from grace.core.spec import Array, Key
 
 if TYPE_CHECKING:
     from grace.core.ops.native import Native
@@ -71,3 +71,28 @@ def _(
         out=out,
     )
     return total, good, values, indices
+
+
+@composite(one_graph=True)
+def sum_sample(
+    ops: ArrayOps, x: Array, a: float, y: Array, b: float, k: int, key: Key, out: Array | None = None
+) -> Selection:
+    """Return a x + b y with zeros in place of k elements of `ops.sample`, whether it was finite, and these elements."""
+    total, finite = ops.finite_sum(x, a, y, b, out)
+    indices = ops.sample(ops.length(total), k, key)
+    values = ops.gather(total, indices)
+    return ops.put_(total, indices, 0.0), finite, values, indices
+
+
+@sum_sample.kernel()
+def _(
+    ops: Native, x: Array, a: float, y: Array, b: float, k: int, key: Key, out: Array | None = None
+) -> Selection | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype:
+        return None
+    outputs, lengths = [dtype, dtype, "int32", "bool"], [ops.length(x), k, k, 1]
+    left, values, indices, good = ops.run(
+        "sum_sample", [x, y], [k, *ops.key_integers(key)], [a, b], outputs=outputs, lengths=lengths, out=out
+    )
+    return left, good, values, indices

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.codecs.lowrank import matrix_shape
-from grace.core.codecs.signs import binarize_means, binary_sum
+from grace.core.codecs.signs import binarize_means, binary_sum, sum_columns
+from grace.core.codecs.sums import FEEDBACK, Feedback
 from grace.core.config.registry import About, compressors
 from grace.core.methods.compressor import Compressor
+from grace.core.methods.fusions import compress_sum
 from grace.core.methods.site import Site
 from grace.core.ops.base import packed_size
-from grace.core.spec import Array, Field, Payload, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 # Fewest rows of a matrix whose columns have means of their own: two float32 means take as many bytes as 64 bits.
 MIN_ROWS = 64
@@ -91,3 +93,12 @@ class OneBit(Compressor):
         """Return the number of pairs of means: one for each column, or one."""
         rows, columns = matrix_shape(spec) if self.columns and spec.ndim > 1 else (0, 0)
         return max(1, columns) if rows >= MIN_ROWS else 1
+
+
+@compress_sum.of(OneBit, FEEDBACK)
+def _(compressor: OneBit, memory: Feedback, grad: Array, state: State, at: Site) -> tuple[Array, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None:
+        return None
+    x, bits, means, finite = sum_columns(at.ops, *terms, compressor.threshold, compressor._pairs(at.spec), at.out)
+    return x, {"means": means, "bits": bits}, finite

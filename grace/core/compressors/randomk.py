@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grace.core.codecs.sums import FEEDBACK, Feedback, sum_sample
 from grace.core.compressors.topk import advice_on_ratio, check_ratio
 from grace.core.config.registry import About, Need, Setting, compressors
 from grace.core.methods.compressor import Sparsifier, keep_count
+from grace.core.methods.fusions import compress_feedback
 from grace.core.methods.site import Site
-from grace.core.spec import Array, Field, Payload, TensorSpec
+from grace.core.spec import Array, Field, Payload, State, TensorSpec
 
 
 @compressors.register(
@@ -120,3 +122,15 @@ class RandomK(Sparsifier):
         for payload in payloads[1:]:
             values = at.ops.weighted_sum(values, 1, payload["values"], 1)
         return at.ops.desparsify(values, payloads[0]["indices"], at.spec.numel, at.out)
+
+
+@compress_feedback.of(RandomK, FEEDBACK)
+def _(
+    compressor: RandomK, memory: Feedback, grad: Array, state: State, at: Site
+) -> tuple[State, Payload, Array] | None:
+    terms = memory.terms(grad, state, at)
+    if terms is None or compressor.scaled or compressor.mode != "elements":
+        return None
+    k = keep_count(compressor.compress_ratio, at.spec.numel)
+    left, finite, values, indices = sum_sample(at.ops, *terms, k, at.key, at.out)
+    return {"residual": left}, {"values": values, "indices": indices}, finite
