@@ -90,6 +90,40 @@ GRACE_KERNEL(momentum_sum, "u T, g T, v T; ; m -> T[u], T[u], uint8[1]") {
     });
 }
 
+GRACE_KERNEL(limited_sum, "x T, y T, z T; ; a, b, limit -> T[x]") {
+    call.expect(3, 0, 3);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n), *z = call.input<T>(2, n);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        const T limit = static_cast<T>(call.number(2));
+        T* out = call.output<T>(n);
+        GRACE_GPU(call, limited_sum, x, a, y, b, z, limit, out, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().limited_sum(x + begin, a, y + begin, b, z + begin, limit, out + begin, end - begin,
+                                   is_large<T>(n));
+        });
+    });
+}
+
+GRACE_KERNEL(masked_sum, "x T, y T, z T; ; a, b -> T[x], T[x]") {
+    call.expect(3, 0, 2);
+    dispatch(call, call.input(0), [&](auto* type) {
+        using T = of_pointer<decltype(type)>;
+        const int64_t n = call.input(0).size;
+        const T *x = call.input<T>(0), *y = call.input<T>(1, n), *z = call.input<T>(2, n);
+        const T a = static_cast<T>(call.number(0)), b = static_cast<T>(call.number(1));
+        T* sum = call.output<T>(n);
+        T* kept = call.output<T>(n);
+        GRACE_GPU(call, masked_sum, x, a, y, b, z, sum, kept, n);
+        over_pieces(call, n, [&](int64_t begin, int64_t end) {
+            loops<T>().masked_sum(x + begin, a, y + begin, b, z + begin, sum + begin, kept + begin, end - begin,
+                                  is_large<T>(n));
+        });
+    });
+}
+
 GRACE_KERNEL(square_sum, "x T, onto T; ; largest -> T[x]") {
     call.expect(2, 0, 1);
     dispatch(call, call.input(0), [&](auto* type) {

@@ -82,6 +82,30 @@ static bool momentum_sum(const T* u, T m, const T* g, const T* v, T* momentum, T
     return most <= largest_bits<T>();
 }
 
+template <class T>
+static void limited_sum(const T* x, T a, const T* y, T b, const T* z, T limit, T* out, int64_t n, bool around) {
+    in_blocks(out, n, around, [&](int64_t at, int64_t length, T* target) {
+        for (int64_t i = 0; i < length; ++i) {
+            target[i] = limited(x[at + i] * a + y[at + i] * z[at + i] * b, limit);
+        }
+    });
+}
+
+template <class T>
+static void masked_sum(const T* x, T a, const T* y, T b, const T* z, T* sum, T* kept, int64_t n, bool around) {
+    alignas(64) T total[kBurst<T>], rest[kBurst<T>];
+    for (int64_t at = 0; at < n; at += kBurst<T>) {
+        const int64_t length = lesser(kBurst<T>, n - at);
+        for (int64_t i = 0; i < length; ++i) {
+            rest[i] = z[at + i] > 0 ? y[at + i] : T(0);
+            total[i] = x[at + i] * a + rest[i] * b;
+        }
+        copy(total, sum + at, length, around);
+        copy(rest, kept + at, length, around);
+    }
+    settle();
+}
+
 template <class T> static T max_abs(const T* x, int64_t n) {
     // Compare as integers: the order is the same, and NaN needs no special case.
     using Word = typename Format<T>::Word;
@@ -600,6 +624,8 @@ template <class T> static constexpr Loops<T> make_loops() {
     using namespace GRACE_ISA;
     return {weighted_sum<T>,
             momentum_sum<T>,
+            limited_sum<T>,
+            masked_sum<T>,
             max_abs<T>,
             finite<T>,
             norm_max<T>,

@@ -40,6 +40,20 @@ template <class T> void weighted_sum(const Stream& on, const T* x, T a, const T*
 }
 
 template <class T>
+void limited_sum(const Stream& on, const T* x, T a, const T* y, T b, const T* z, T limit, T* out, int64_t n) {
+    map(on, out, n, [=] __device__(int64_t i) { return limited(x[i] * a + y[i] * z[i] * b, limit); });
+}
+
+template <class T>
+void masked_sum(const Stream& on, const T* x, T a, const T* y, T b, const T* z, T* sum, T* kept, int64_t n) {
+    each(on, n, [=] __device__(int64_t i) {
+        const T rest = z[i] > 0 ? y[i] : T(0);
+        kept[i] = rest;
+        sum[i] = x[i] * a + rest * b;
+    });
+}
+
+template <class T>
 void square_sum(const Stream& on, const T* x, const T* onto, T largest, T limit, T* out, int64_t n) {
     map(on, out, n, [=] __device__(int64_t i) { return bounded_square_sum(x[i], onto[i], largest, limit); });
 }
@@ -229,6 +243,8 @@ void sum_sample(const Stream& on, const T* x, T a, const T* y, T b, const Permut
     template void momentum_sum<T>(const Stream&, const T*, T, const T*, const T*, T*, T*, uint8_t*, int64_t); \
     template void sum_sample<T>(const Stream&, const T*, T, const T*, T, const Permutation&, T*, T*, int32_t*, uint8_t*, \
                                 int64_t, int64_t);                                               \
+    template void limited_sum<T>(const Stream&, const T*, T, const T*, T, const T*, T, T*, int64_t); \
+    template void masked_sum<T>(const Stream&, const T*, T, const T*, T, const T*, T*, T*, int64_t); \
     template void square_sum<T>(const Stream&, const T*, const T*, T, T, T*, int64_t);           \
     template void max_abs<T>(const Stream&, const T*, int64_t, T*);                            \
     template void finite<T>(const Stream&, const T*, int64_t, uint8_t*);                       \

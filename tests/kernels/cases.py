@@ -36,6 +36,7 @@ from grace.core.ops import get_ops, native
 from grace.core.ops.base import packed_size
 from grace.core.ops.composites import ArrayOps
 from grace.core.ops.numpy_ops import DTYPES
+from grace.core.optim import moments as optimizers
 from grace.core.spec import MAX_MAGNITUDE, Array, Key
 from grace.core.wire import codings, huffman, indices, lanes, rans, runs, shuffle
 from grace.testing.harness import LARGEST, SMALLEST, host
@@ -280,6 +281,19 @@ def momentum_sum(ops, g):
             values[at] = value
             for u, v in ((values, g.numbers()), (g.numbers(), values)):
                 yield ops.cast(dgc.momentum_sum(ops, g.lay(u), 1.0, g.x(), g.lay(v))[2], "uint8")
+
+
+@case
+def limited_sum(ops, g):
+    for a, b in g.some([(0.9, 1 - 0.9), (0.0, 1.0), (1, -0.3)]):
+        for limit in (1.0, 1e-3):
+            yield optimizers.limited_sum(ops, g.x(), a, g.x(), b, ops.clip(g.x(), -1, 1), limit)
+
+
+@case
+def masked_sum(ops, g):
+    for a, b in g.some([(1, -0.01), (0.9, 1.0), (1.0, 0.0)]):
+        yield from optimizers.masked_sum(ops, g.x(), a, g.x(), b, g.x())
 
 
 @case

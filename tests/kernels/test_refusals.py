@@ -28,6 +28,7 @@ from grace.core.compressors.wangni import draw_kept, drawn_entries, keep_odds
 from grace.core.errors import PayloadError
 from grace.core.memories.variance import square_sum
 from grace.core.ops import get_ops, native
+from grace.core.optim.moments import limited_sum, masked_sum
 from grace.core.spec import Key
 from grace.core.wire.huffman import huffman_decode, huffman_encode
 from grace.core.wire.indices import decode_gaps, encode_gaps, gap_facts
@@ -125,6 +126,16 @@ REFUSED = {
         lambda o, m: power_fade_(o, m.f(10), m.i(3, 7 * 2**28 + 11), 0.5),
         PayloadError,
         "from 0 to 9, received 11",
+    ),
+    "factors of another length": (
+        lambda o, m: limited_sum(o, m.f(10), 0.9, m.f(10), 0.1, m.f(9), 1.0),
+        PayloadError,
+        "expected 10 elements, received 9",
+    ),
+    "a mask of another length": (
+        lambda o, m: masked_sum(o, m.f(10), 1.0, m.f(10), 0.1, m.f(9)),
+        PayloadError,
+        "expected 10 elements, received 9",
     ),
     "squares of two lengths": (
         lambda o, m: square_sum(o, m.f(10), m.f(9), 4.0),

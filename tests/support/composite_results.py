@@ -161,6 +161,28 @@ def half_sum(n, dtype):
 
 
 @case
+def limited_sum(n, dtype):
+    x, y, z = several(n, dtype)
+    t = np.dtype(dtype).type
+    for a, b, limit in ((0.9, 1 - 0.9, 1.0), (1, -1, 0.25), (0.5, 2, 1e3)):
+        expected = np.clip(x * t(a) + y * z * t(b), -t(limit), t(limit))
+        yield Call("limited_sum", (x, a, y, b, z, limit), {}, (expected,))
+    if n:
+        y = y.copy()
+        y[n // 2] = np.nan
+        yield Call("limited_sum", (x, 1, y, 1, z, 1.0), {}, (np.clip(x + y * z, t(-1), t(1)),))
+
+
+@case
+def masked_sum(n, dtype):
+    x, y, z = several(n, dtype)
+    kept = np.where(z > 0, y, 0).astype(dtype)
+    for a, b in ((1, -0.01), (0.9, 1), (1, 0.5)):
+        t = np.dtype(dtype).type
+        yield Call("masked_sum", (x, a, y, b, z), {}, (x * t(a) + kept * t(b), kept))
+
+
+@case
 def momentum_sum(n, dtype):
     x, y, z = several(n, dtype)
     t = np.dtype(dtype).type

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core.ops.composites import ArrayOps
-from grace.core.optim.moments import Freezing
+from grace.core.optim.moments import Freezing, limited_sum, masked_sum
 from grace.core.spec import Array, State
 
 
@@ -25,7 +25,6 @@ class Adam(Freezing):
     """
 
     name = "OneBitAdam"
-    second = "scale"
 
     decoupled_weight_decay: bool = False
 
@@ -35,13 +34,14 @@ class Adam(Freezing):
         state = self._moments(ops, self._decayed(ops, weights, gradient), state)
         first, second = self._corrections(number)
         direction = state["exp_avg"] / self._root(ops, state["exp_avg_sq"], second)
-        return ops.weighted_sum(self._shrunk(ops, weights, lr), 1, direction, -lr / first), state
+        return ops.weighted_sum(weights, self._share(lr), direction, -lr / first), state
 
     def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
         gradient = self._decayed(ops, weights, gradient)
         if not self.scaled:
             return self._followed(ops, state["exp_avg"], gradient)
-        return self._limited(ops, self._followed(ops, state["exp_avg"], gradient * state["scale"]))
+        first, _ = self.betas
+        return limited_sum(ops, state["exp_avg"], first, gradient, 1 - first, state["scale"], self._limit)
 
     def freeze(self, ops: ArrayOps, state: State, number: int) -> State:
         _, second = self._corrections(number)
@@ -54,12 +54,21 @@ class Adam(Freezing):
         return ops.where(second > 0, one / self._root(ops, second, correction), 0.0)
 
     def frozen_step(
-        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int, masked: bool = False
+        self,
+        ops: ArrayOps,
+        weights: Array,
+        momentum: Array,
+        state: State,
+        lr: float,
+        number: int,
+        out: tuple[Array, Array] | None = None,
     ) -> tuple[Array, State]:
-        scale, (first, _) = state["scale"], self._corrections(number)
-        momentum = momentum if masked else ops.where(scale > 0, momentum, 0.0)
-        direction = momentum if self.scaled else momentum * scale
-        new = ops.weighted_sum(self._shrunk(ops, weights, lr), 1, direction, -lr / first)
+        scale, share, (first, _) = state["scale"], self._share(lr), self._corrections(number)
+        if self.scaled:
+            new, momentum = masked_sum(ops, weights, share, momentum, -lr / first, scale, out)
+        else:
+            momentum = ops.where(scale > 0, momentum, 0.0)
+            new = ops.weighted_sum(weights, share, momentum * scale, -lr / first)
         return new, {**state, "exp_avg": momentum}
 
     def _decayed(self, ops: ArrayOps, weights: Array, gradient: Array) -> Array:
@@ -68,8 +77,11 @@ class Adam(Freezing):
             return gradient
         return ops.weighted_sum(gradient, 1, weights, self.weight_decay)
 
-    def _shrunk(self, ops: ArrayOps, weights: Array, lr: float) -> Array:
-        """Return the weights after decoupled weight decay."""
-        if not (self.decoupled_weight_decay and self.weight_decay):
-            return weights
-        return weights * ops.cast(1 - lr * self.weight_decay, ops.dtype(weights))
+    @property
+    def _shrinks(self) -> bool:
+        """True if weights decay apart from the gradient."""
+        return self.decoupled_weight_decay and self.weight_decay > 0
+
+    def _share(self, lr: float) -> float:
+        """Return the share of the weights that decoupled weight decay leaves."""
+        return 1 - lr * self.weight_decay if self._shrinks else 1

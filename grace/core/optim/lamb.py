@@ -71,7 +71,6 @@ class OneBitLamb(Lamb, Freezing):
     """
 
     name = "OneBitLamb"
-    second = "exp_avg_sq"
 
     coeff_beta: float = 0.9
     factor_min: float = 0.5
@@ -119,12 +118,19 @@ class OneBitLamb(Lamb, Freezing):
         return self._limited(ops, ops.where(frozen > 0, momentum / self._root(ops, frozen), 0.0))
 
     def frozen_step(
-        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int, masked: bool = False
+        self,
+        ops: ArrayOps,
+        weights: Array,
+        momentum: Array,
+        state: State,
+        lr: float,
+        number: int,
+        out: tuple[Array, Array] | None = None,
     ) -> tuple[Array, State]:
         (first, second), dtype, frozen = self.betas, ops.dtype(weights), state["exp_avg_sq"]
         root = self._root(ops, frozen)
         momentum = momentum * root if self.scaled else momentum
-        momentum = momentum if masked else ops.where(frozen > 0, momentum, 0.0)
+        momentum = ops.where(frozen > 0, momentum, 0.0)
         gradient = ops.weighted_sum(momentum, 1 / (1 - first), state["exp_avg"], -first / (1 - first))
         fresh = ops.weighted_sum(state["fresh_sq"], second, gradient * gradient, 1 - second)
         ratios = ops.where(frozen > 0, root / self._root(ops, fresh), 0.0)

@@ -7,13 +7,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from grace.core.errors import ConfigError
 from grace.core.methods.memory import wide_norm
 from grace.core.observe.log import logger
 from grace.core.ops.composites import ArrayOps
+from grace.core.ops.table import composite
 from grace.core.spec import Array, State
+
+if TYPE_CHECKING:
+    from grace.core.ops.native import Native
 
 #: How momenta are exchanged: one bit per element in both directions, with error feedback at both ends.
 ONE_BIT = {"compressor": "efsignsgd", "memory": "residual", "communicator": "two_shot"}
@@ -94,9 +98,6 @@ class Freezing(Moments):
     mean of all elements makes steps of any length where v is small.
     """
 
-    #: The frozen array of the state that is zero where the second moment was.
-    second: ClassVar[str]
-
     scaled: bool = True
 
     @abstractmethod
@@ -107,12 +108,15 @@ class Freezing(Moments):
     def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
         """Return what this rank sends: the common momentum with its own gradient added."""
 
+    @property
+    def _limit(self) -> float:
+        first, second = self.betas
+        return max(1.0, (1 - first) / math.sqrt(1 - second))
+
     def _limited(self, ops: ArrayOps, quotient: Array) -> Array:
         """Return m / sqrt(v) within the limits that it has in Adam, whose v has seen all gradients."""
-        first, second = self.betas
         # Numbers, because PyTorch takes four times as long with arrays.
-        limit = max(1.0, (1 - first) / math.sqrt(1 - second))
-        return ops.clip(quotient, -limit, limit)
+        return ops.clip(quotient, -self._limit, self._limit)
 
     def _followed(self, ops: ArrayOps, momentum: Array, gradient: Array) -> Array:
         """Return the momentum after a gradient."""
@@ -121,12 +125,57 @@ class Freezing(Moments):
 
     @abstractmethod
     def frozen_step(
-        self, ops: ArrayOps, weights: Array, momentum: Array, state: State, lr: float, number: int, masked: bool = False
+        self,
+        ops: ArrayOps,
+        weights: Array,
+        momentum: Array,
+        state: State,
+        lr: float,
+        number: int,
+        out: tuple[Array, Array] | None = None,
     ) -> tuple[Array, State]:
         """Return the new weights and the new state, which may hold the merged momentum itself, after a step with it.
 
-        A `masked` momentum is zero where the second moment was, so that nothing needs to look for these elements.
+        Kernels may write the new weights and the new momentum to `out`, which may be the weights and the momentum.
         """
+
+
+@composite()
+def limited_sum(ops: ArrayOps, x: Array, a: float, y: Array, b: float, z: Array, limit: float) -> Array:
+    """Return a x + b (y z) within [-limit, limit]; NaN stays."""
+    return ops.clip(ops.weighted_sum(x, a, y * z, b), -limit, limit)
+
+
+@limited_sum.kernel()
+def _(ops: Native, x: Array, a: float, y: Array, b: float, z: Array, limit: float) -> Array | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype or ops.floating(z) != dtype:
+        return None
+    return ops.run("limited_sum", [x, y, z], (), [a, b, limit], outputs=[dtype], lengths=[ops.length(x)])[0]
+
+
+@composite()
+def masked_sum(
+    ops: ArrayOps, x: Array, a: float, y: Array, b: float, z: Array, out: tuple[Array, Array] | None = None
+) -> tuple[Array, Array]:
+    """Return a x + b k, and k, which is y where z > 0, and 0 elsewhere.
+
+    Kernels may write them to `out`, which may be x and y.
+    """
+    kept = ops.where(z > 0, y, 0.0)
+    return ops.weighted_sum(x, a, kept, b), kept
+
+
+@masked_sum.kernel()
+def _(
+    ops: Native, x: Array, a: float, y: Array, b: float, z: Array, out: tuple[Array, Array] | None = None
+) -> tuple[Array, Array] | None:
+    dtype = ops.floating(x)
+    if dtype is None or ops.floating(y) != dtype or ops.floating(z) != dtype:
+        return None
+    lengths = [ops.length(x)] * 2
+    total, kept = ops.run("masked_sum", [x, y, z], (), [a, b], outputs=[dtype, dtype], lengths=lengths, out=out)
+    return total, kept
 
 
 def trust_ratio(ops: ArrayOps, weights: Array, update: Array, low: float, high: float) -> Array:

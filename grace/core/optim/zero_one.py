@@ -89,8 +89,10 @@ class ZeroOneAdam(Adam):
         # A copy, because the framework may write the new weights over the old ones.
         anchor = state["anchor"] if "anchor" in state else ops.copy(weights)
         scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
-        new = ops.weighted_sum(self._shrunk(ops, weights, lr), 1, state["exp_avg"] * scale, -rate)
-        return new, {**state, "anchor": self._shrunk(ops, anchor, lr)}
+        share = self._share(lr)
+        new = ops.weighted_sum(weights, share, state["exp_avg"] * scale, -rate)
+        shrunk = anchor * ops.cast(share, ops.dtype(anchor)) if self._shrinks else anchor
+        return new, {**state, "anchor": shrunk}
 
     def meet(
         self, ops: ArrayOps, weights: Array, merged: Array, state: State, lr: float, share: float, learnt: int
@@ -100,7 +102,7 @@ class ZeroOneAdam(Adam):
         `share` is 1 / (the sum of eta since the last meeting), and 0 if that is.
         """
         rest = {key: x for key, x in state.items() if key != "anchor"}
-        anchor = self._shrunk(ops, state.get("anchor", weights), lr)
+        anchor = state.get("anchor", weights)
         scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
         # The mean of u, and what the weights move by it.
         mean = change = ops.where(scale > 0, merged, 0.0)
@@ -110,4 +112,4 @@ class ZeroOneAdam(Adam):
             change = mean * scale
         momentum = mean * ops.cast(share, ops.dtype(merged))
         moved = ops.zeros(weights.shape[0], ops.dtype(merged))
-        return anchor - change, {**rest, "exp_avg": momentum, "moved": moved}
+        return ops.weighted_sum(anchor, self._share(lr), change, -1), {**rest, "exp_avg": momentum, "moved": moved}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -10,9 +9,7 @@ import torch
 
 from grace.core.optim import adam, lamb
 from grace.core.optim.moments import Freezing, horizon, settled, tell_frozen
-from grace.core.session.start import Request
 from grace.torch.exchange import OPS
-from grace.torch.library import Library
 from grace.torch.optim.exchanging import Exchanging
 from grace.torch.optim.ruled import flat
 
@@ -23,11 +20,6 @@ class OneBit(Exchanging):
     rule: ClassVar[type[Freezing]]
     # |v|_1 when it was last looked at.
     kept: ClassVar[Mapping[str, Any]] = {"norm": 0.0}
-
-    def _begin(self, request: Request, library: Library, total_steps: int | None) -> None:
-        # For each parameter, which frozen array it had, and where that is zero, if anywhere.
-        self._still: dict[torch.Tensor, tuple[tuple[int, int], torch.Tensor | None]] = {}
-        super()._begin(request, library, total_steps)
 
     @property
     def frozen(self) -> bool:
@@ -43,31 +35,21 @@ class OneBit(Exchanging):
             return
         for group in self.param_groups:
             rule, lr = self._rule_of(group), float(group["lr"])
-            step = functools.partial(rule.frozen_step, masked=True) if frozen else rule.step
             for p in group["params"]:
                 if p.requires_grad:
                     state, ops = self._state_of(p, rule), OPS(str(p.device))
                     number = state.pop("step") + 1
-                    received = flat(merged[self._names[p]])
+                    given = flat(p), flat(merged[self._names[p]])
                     if frozen:
-                        received = self._masked(p, received, state[rule.second])
-                    weights, state = step(ops, flat(p), received, state, lr, number)
+                        weights, state = rule.frozen_step(ops, *given, state, lr, number, out=given)
+                    else:
+                        weights, state = rule.step(ops, *given, state, lr, number)
                     p.copy_(weights.view(p.shape))
                     self._keep(p, number, state)
             group["step"] += 1
         self.grace.rollback.release()
         if not frozen:
             self._look()
-
-    def _masked(self, p: torch.Tensor, merged: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
-        """Return the merged momentum of a parameter, 0 where its frozen array is; consumes it."""
-        now = frozen.data_ptr(), frozen._version
-        if p not in self._still or self._still[p][0] != now:
-            # The array changes only when other states are loaded.
-            found = ~(frozen > 0)
-            self._still[p] = now, found if bool(found.any()) else None
-        still = self._still[p][1]
-        return merged if still is None else merged.masked_fill_(still, 0.0)
 
     def _momentum(self, p: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
         """Return the common momentum with the gradient of this rank added."""

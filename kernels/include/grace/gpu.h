@@ -94,6 +94,10 @@ template <class T>
 void momentum_sum(const Stream& on, const T* u, T m, const T* g, const T* v, T* momentum, T* out, uint8_t* good,
                   int64_t n);
 template <class T>
+void limited_sum(const Stream& on, const T* x, T a, const T* y, T b, const T* z, T limit, T* out, int64_t n);
+template <class T>
+void masked_sum(const Stream& on, const T* x, T a, const T* y, T b, const T* z, T* sum, T* kept, int64_t n);
+template <class T>
 void square_sum(const Stream& on, const T* x, const T* onto, T largest, T limit, T* out, int64_t n);
 template <class T> void max_abs(const Stream& on, const T* x, int64_t n, T* out);
 template <class T> void norm(const Stream& on, const T* x, int64_t n, T* out);

@@ -108,6 +108,10 @@ template <class T> struct Loops {
     bool (*weighted_sum)(const T* x, T a, const T* y, T b, T* out, int64_t n, bool around);
     // momentum = m u + g, and out = v + momentum. Returns whether all of `out` is finite.
     bool (*momentum_sum)(const T* u, T m, const T* g, const T* v, T* momentum, T* out, int64_t n, bool around);
+    // out = a x + b y z, within [-limit, limit].
+    void (*limited_sum)(const T* x, T a, const T* y, T b, const T* z, T limit, T* out, int64_t n, bool around);
+    // kept = y where z > 0, else 0; sum = a x + b kept.
+    void (*masked_sum)(const T* x, T a, const T* y, T b, const T* z, T* sum, T* kept, int64_t n, bool around);
     T (*max_abs)(const T* x, int64_t n);
     bool (*finite)(const T* x, int64_t n);
     // Returns the sum of squares.
