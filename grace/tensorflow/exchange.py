@@ -592,6 +592,11 @@ class Exchange(core.Exchange, tf.Module):
         """Return whether another rank has saved the memories, or one of another number of ranks, in a graph."""
         return self.run.is_foreign(self.rank, self.size)
 
+    def traffic(self) -> list[tf.Tensor]:
+        """Return the bytes of all meetings until now: those that this rank has sent, and those on the links."""
+        assert self._step is not None
+        return tf.unstack(self._step.traffic.read_value())
+
     def means(self, tensors: Sequence[tf.Tensor], label: str, **options: Any) -> list[tf.Tensor]:
         """Return uncompressed means; see `GraphStep.means`. Call it after `filled`."""
         assert self._step is not None

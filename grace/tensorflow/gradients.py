@@ -85,9 +85,10 @@ def signature_of(spec: TensorSpec, kind: str | None) -> tf.TypeSpec:
     return tf.IndexedSlicesSpec(spec.shape, spec.dtype, kind.removeprefix("rows of "), tf.int32, [None])
 
 
-def nbytes(gradient: tf.IndexedSlices) -> tf.Tensor:
-    """Return the size of the rows and their indices in bytes."""
-    return sum(tf.size(x, tf.int64) * x.dtype.size for x in (gradient.values, gradient.indices))
+def nbytes(gradient: Gradient) -> tf.Tensor:
+    """Return the size of a gradient in bytes, or that of its rows and their indices."""
+    parts = (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else (gradient,)
+    return sum(tf.size(x, tf.int64) * x.dtype.size for x in parts)
 
 
 def names_of(variables: Sequence[Any], saved: tuple[str, ...]) -> tuple[str, ...]:

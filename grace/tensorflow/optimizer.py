@@ -25,7 +25,7 @@ from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
-from grace.core.plan.plan import early_warnings
+from grace.core.plan.plan import Plan, early_warnings
 from grace.core.session.outer_setup import check_inner, check_outer, refuse_arguments_of_gradients, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
@@ -289,6 +289,22 @@ class OptimizerExchange(Exchange):
     def _learning_rate(self) -> tf.Tensor:
         return tf.convert_to_tensor(self._optimizer._get_current_learning_rate())
 
+    def stats(self) -> dict[str, Any]:
+        """Return statistics of the last step, and with outer steps those of `grace.core.session.record.Record.stats`.
+
+        Raises StepError before the first step.
+        """
+        found = super().stats()
+        if self.config.outer is not None:
+            found["outer"] = self._optimizer._outer.stats(self._iterations(), self.run.step, self)
+        return found
+
+    def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
+        """Tell the user on rank 0 what is sent, and later what network would suffice."""
+        super().announce(stages, step)
+        if self.config.outer is not None:
+            self._optimizer._outer.record.tells = self._speaks
+
     def common_weights(self) -> dict[str, tf.Tensor]:
         """Return copies of the weights that all ranks have in common; see `grace.core.session.exchange.Exchange`."""
         if self.config.outer is None or not self.built:
@@ -477,24 +493,19 @@ class Distributed(Exchanges):
         finally:
             self._steps = None
 
-    @property
-    def follows_loss(self) -> bool:
-        """True if the periods of outer steps follow the loss."""
-        outer = self.grace.config.outer
-        return outer is not None and outer.adapt == "loss"
-
     def scale_loss(self, loss: Any) -> Any:
-        """Return the loss that Keras differentiates; note it if the periods of outer steps follow it.
+        """Return the loss that Keras differentiates, and note it for outer steps.
 
         `fit` calls it, and a loop of your own must call it if it uses `adapt = "loss"`.
         """
-        if self.follows_loss:
-            if not self.built:
-                raise StepError(
-                    "scale_loss() was called before the optimizer had variables; call "
-                    "optimizer.build(model.trainable_variables) first."
-                )
+        outer = self.grace.config.outer
+        if outer is not None and self.built:
             self._outer.note_loss(tf.convert_to_tensor(loss))
+        elif outer is not None and outer.adapt == "loss":
+            raise StepError(
+                "scale_loss() was called before the optimizer had variables; call "
+                "optimizer.build(model.trainable_variables) first."
+            )
         return super().scale_loss(loss)
 
     def get_config(self) -> dict[str, Any]:

@@ -88,9 +88,10 @@ class OuterVariables(GraphOuter):
         self._begun = [make_variable(f"outer_begun_{i}", tf.zeros([], tf.int64)) for i in fragments]
 
     def note_loss(self, loss: tf.Tensor) -> None:
-        """Note the loss of an inner step, if the periods follow it."""
+        """Note the loss of an inner step."""
+        loss = tf.cast(tf.reduce_mean(loss), tf.float64)
+        super().note_loss(loss)
         if self.losses:
-            loss = tf.cast(tf.reduce_mean(loss), tf.float64)
             told = "StepError: the periods of outer steps follow the square root of the loss, which is"
             tf.debugging.Assert((loss > 0) & tf.math.is_finite(loss), [told, loss])
             self.losses["total"].assign_add(loss)

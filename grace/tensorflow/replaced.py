@@ -85,7 +85,7 @@ def _without_old_functions(keras_make: Any) -> Any:
         if exchanges and not inner.grace._buffers:
             model = weakref.ref(self)
             inner.grace.note_buffers(lambda: buffers_of(model()))
-        if exchanges and inner.follows_loss and not inner.built:
+        if exchanges and inner.grace.config.outer is not None and self.built and not inner.built:
             # Its `scale_loss` comes before its first step.
             inner.build(self.trainable_variables)
         result = keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))

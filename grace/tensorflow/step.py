@@ -16,10 +16,11 @@ from grace.core.methods.memory import keeps_nothing
 from grace.core.spec import TensorSpec
 from grace.core.state.states import States
 from grace.core.step.step import Step
+from grace.core.transport.collectives import KINDS, Kind, copies
 from grace.tensorflow.gradients import Gradient, as_kind, nbytes, signature_of
 from grace.tensorflow.replicas import Replicas
 from grace.tensorflow.run import tensorflow_ops
-from grace.tensorflow.stage import Stage
+from grace.tensorflow.stage import Stage, made_outside
 from grace.tensorflow.transport import HorovodTransport
 from grace.tensorflow.waiting import Watch
 
@@ -40,6 +41,8 @@ class GraphStep:
         self._states = exchange.run
         self._watch = Watch(transport.rank, transport.size, exchange.timeout, self._under_way)
         self._replicas = Replicas(exchange.config.check_replicas)
+        #: The bytes of all meetings of outer steps: those that this rank has sent, and those on the links.
+        self.traffic = made_outside([2], tf.float64)
         # The stages in the graphs that were traced.
         self._traced: list[Stage] | None = None
         # The graph of a step that compresses nothing, and the stages that it was traced for.
@@ -140,8 +143,16 @@ class GraphStep:
             else:
                 merged = transport.average(wide, op=hvd.Average, predivide=1.0, name=name)
             found.append(tf.cast(merged, x.dtype))
+            kind: Kind = "broadcast" if of_first else "allreduce" if pairing is None else "alltoall"
+            self._count([nbytes(wide)], [(kind, nbytes(wide))])
         transport.end_turn()
         return found
+
+    def _count(self, sent: Sequence[Any], handed: Sequence[tuple[Kind, Any]]) -> None:
+        """Count bytes that this rank sends at a meeting, and those that it hands to collectives."""
+        if self._exchange.config.outer is not None:
+            on_links = [tf.cast(x, tf.float64) * float(copies(kind, self._transport.size)) for kind, x in handed]
+            self.traffic.assign_add([sum(tf.cast(x, tf.float64) for x in sent), sum(on_links)])
 
     def _of_partner(self, x: tf.Tensor, pairing: tf.Tensor, name: str) -> tf.Tensor:
         """Return the flat tensor of the other rank of a pair, or the same of a rank that is alone."""
@@ -247,7 +258,7 @@ class GraphStep:
         follows = exchange.config.outer is not None and exchange.config.outer.follows_sent
         given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
         numbers = {name: number for number, name in enumerate(given)}
-        plan, merged = stage.plan, dict[str, Gradient]()
+        plan, merged, reduced = stage.plan, dict[str, Gradient](), list[Any]()
         if only is not None and len(only) < len(given):
             plan, merged = plan.only({name for name, i in numbers.items() if i in only}), dict(given)
         for item in plan.delegated:
@@ -258,6 +269,7 @@ class GraphStep:
                 stage.note({("rows", name): nbytes(x)})
             predivide, label = exchange.gradient_predivide_factor, f"dense.{numbers[name]}"
             merged[name] = transport.average(x, op=exchange.op, predivide=predivide, name=label)
+            reduced.append(nbytes(x))
         counter, turns = self._states.counter, self._states.turns
         # As many meetings as each tensor has had: random numbers follow from it.
         number = counter // turns if turns > 1 else counter
@@ -281,6 +293,9 @@ class GraphStep:
         merged.update(outcome.merged)
         stage.write(outcome.states.units)
         stage.note(outcome.notes)
+        handed: list[tuple[Kind, Any]] = [(kind, x) for (kind, _), x in outcome.notes.items() if kind in KINDS]
+        sent = [x for (kind, _), x in outcome.notes.items() if kind == "bucket"]
+        self._count([*sent, *reduced], [*handed, *(("allreduce", x) for x in reduced)])
         self._states.go_to(counter + 1)
         # A stage may be a branch of the graph.
         transport.end_turn()
@@ -288,8 +303,8 @@ class GraphStep:
             return [merged[name] for name in given]
         # Where a memory feeds back what is dropped, control variates take what this rank has moved.
         memories = {item.spec.name: item.memory for item in plan.assignments}
-        sent = {name: x for name, x in outcome.own.items() if keeps_nothing(memories[name]) or memories[name].pace}
-        return [merged[name] for name in given] + [sent.get(name, x) for name, x in given.items()]
+        own = {name: x for name, x in outcome.own.items() if keeps_nothing(memories[name]) or memories[name].pace}
+        return [merged[name] for name in given] + [own.get(name, x) for name, x in given.items()]
 
 
 def _call(graph: Any, given: Sequence[Any]) -> Any:

@@ -994,7 +994,7 @@ def test_statistics_say_what_share_of_the_time_meetings_take(delay, monkeypatch)
     monkeypatch.undo()
     many = Training({"every": 4, "delay": delay}, ranks=4, shapes={"w": (500,)})
     many.step(4 + delay + 4)
-    meter = many.sim.outers[0]._occupied
+    meter = many.sim.outers[0].record.occupied
     assert (meter.meetings, meter.steps, meter.link_bytes) == (1, 4, 2 * 3 / 4 * many.sim.stats()["wire_bytes"])
     meter._computing, meter._exchanging = 4 * 0.2, 1.0
     allowed = 4 * 0.2 / 19 + delay * 0.2
@@ -1007,7 +1007,7 @@ def test_the_log_says_once_what_network_would_suffice(caplog):
     with caplog.at_level("INFO", logger="grace"):
         training.step(8)
         assert not caplog.records, "a simulation sends nothing"
-        training.sim.outers[0].tells = True
+        training.sim.outers[0].record.tells = True
         training.step(8)
     (record,) = caplog.records
     assert re.fullmatch(

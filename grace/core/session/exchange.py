@@ -194,7 +194,7 @@ class Exchange(ABC):
             warn((text for _, plan in stages for text in plan.warnings), self.warned)
             announce(stages, self.size, f"{self.called}.report()", step, self.config.outer)
             for outer in self.outers:
-                outer.tells = True
+                outer.record.tells = True
 
     # --- what users call --------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Exchange(ABC):
         """Return bytes, times, relative errors and residual norms of the last step.
 
         `grace.core.state.run.Run.stats` describes the keys. With outer steps, the last step is the last meeting, and
-        the key `outer` has what `grace.core.session.outer.OuterRun.stats` describes. With the compressor "auto", the
+        the key `outer` has what `grace.core.session.record.Record.stats` describes. With the compressor "auto", the
         key `auto` has the choice (`compressor`), `why`, `since` which step, `step_seconds` of the candidates that were
         measured, and the `link`.
         """

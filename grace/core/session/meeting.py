@@ -41,6 +41,12 @@ def meet(
     return ops.cast(common, spec.dtype), ops.cast(mixed, spec.dtype), dict(zip(kept, states, strict=True))
 
 
+def products(ops: ArrayOps, change: Array, mean: Array) -> list[Array]:
+    """Return |d|^2, |m|^2 and <d, m> of a change d and the mean change m, as 0-d float64 arrays."""
+    own, of_all = (ops.cast(ops.reshape(x, (-1,)), "float64") for x in (change, mean))
+    return [ops.sum(own * own), ops.sum(of_all * of_all), ops.sum(own * of_all)]
+
+
 def agreeing(ops: ArrayOps, change: Array, last: Array) -> Array:
     """Return how many elements of a change have the signs of the last mean change, as a 0-d int64 array."""
     same = ((change > 0) & (last > 0)) | ((change < 0) & (last < 0)) | ((change == 0) & (last == 0))

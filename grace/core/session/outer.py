@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory, keeps_nothing
-from grace.core.observe.announcement import tell_need
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import agreeing, meet, varied, with_variate
-from grace.core.session.occupied import Occupied
+from grace.core.session.meeting import agreeing, meet, products, varied, with_variate
 from grace.core.session.outer_setup import LOSS, OWN, SENDERS, module_beside, modules_of
+from grace.core.session.record import Record
 from grace.core.spec import NO_STATE, Array, State, TensorSpec
 from grace.core.state.checks import check_mapping, check_number, convert_state, show, unreadable
 from grace.core.state.merge import shares
@@ -103,17 +102,8 @@ class OuterRun:
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
         self._started = False
-        # Bytes sent and inner steps taken in this process.
-        self._sent = self._taken = 0
-        self._occupied = Occupied()
-        #: True until the user has been told what network would suffice, on the rank that tells.
-        self.tells = False
-        # The mean of the losses that this rank has noted in the last period.
-        self._own_loss: float | None = None
-        # The share of the signs that were those of the last change, at the last meeting.
-        self._relevance: float | None = None
-        # How far this rank was from the others at the last meeting, if the run tracks norms.
-        self._spread: dict[str, float | None] = {"distance": None, "cosine": None}
+        #: What `stats` tells.
+        self.record = Record(outer)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +167,7 @@ class OuterRun:
         """
         self._check(weights)
         rates = self._rates(lr)
-        self._occupied.mark(exchanging=False)
+        self.record.occupied.mark(exchanging=False)
         state = self.state
         step = state.steps + 1
         self._poll()
@@ -194,10 +184,8 @@ class OuterRun:
             changes |= self._loss() | self._senders(step, changes)
             flight, self._started = Flight(step, changes), False
         self._state = state._replace(steps=step, flight=flight, rates=rates)
-        self._taken += 1
         self._poll()
-        self._occupied.stepped()
-        self._occupied.mark(exchanging=True)
+        self.record.stepped()
 
     def note_loss(self, loss: float) -> None:
         """Note the loss of an inner step of this rank; see `Exchange.note_loss`."""
@@ -230,8 +218,8 @@ class OuterRun:
         """Return 1 as a tensor if this rank contributes to a meeting, and 0 if not, if their relevance decides."""
         if SENDERS not in self._specs:
             return {}
-        self._relevance = self._relevance_of(changes) if step > self.outer.warmup else None
-        sends = self._relevance is None or self._relevance >= self.outer.relevance
+        relevance = self.record.relevance = self._relevance_of(changes) if step > self.outer.warmup else None
+        sends = relevance is None or relevance >= self.outer.relevance
         return {SENDERS: self._ops(SENDERS).zeros(1, "float32") + self._ops(SENDERS).cast(float(sends), "float32")}
 
     def _relevance_of(self, changes: Mapping[str, Array]) -> float | None:
@@ -340,7 +328,7 @@ class OuterRun:
         if self.outer.pairs:
             merged, moved = ({**x, **self._apart(x)} for x in (merged, moved))
         if self._run.track_norms:
-            self._spread = self._spread_of(moved, merged)
+            self._note_spread(moved, merged)
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
         for name in flight.changes:
             if name not in merged:
@@ -394,28 +382,17 @@ class OuterRun:
 
     def commit(self, landing: Landing) -> dict[str, Array]:
         """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
-        on_links = 0.0
+        sent = on_links = 0.0
         for module, outcome in landing.outcomes.items():
             self._run.commit(outcome, module)
-            self._sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
+            sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
             size = self._run.transport.size
             on_links += sum(x * float(copies(kind, size)) for (kind, _), x in outcome.notes.items() if kind in KINDS)
         losses = self.state.losses
-        self._own_loss = losses.total / losses.number if losses.number else None
+        self.record.loss = losses.total / losses.number if losses.number else None
         self._state, self._started = landing.state, False
-        self._occupied.met(on_links)
-        self._tell()
+        self.record.met(self.state.steps, sent, on_links)
         return landing.weights
-
-    def _tell(self) -> None:
-        """Tell the user once what network would suffice, after the second meeting that follows the warm-up."""
-        used, needed = self._occupied.utilisation, self._needed()
-        if self.tells and used is not None and needed and self.state.met > self.outer.warmup:
-            self.tells = False
-            tell_need(self._occupied.seconds, used, needed)
-
-    def _needed(self) -> float | None:
-        return self._occupied.needed(0.95, self.outer.delay_after(self.state.steps))
 
     def shaped(self, flat: Mapping[str, Array]) -> dict[str, Array]:
         """Return new arrays of flat weights in their shapes, which the caller may change."""
@@ -509,56 +486,15 @@ class OuterRun:
                         name, x if factor in (0, 1) else x * self._ops(name).cast(factor, self._specs[name].dtype)
                     )
 
-    def _spread_of(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> dict[str, float | None]:
-        """Return |d - mean d| / |mean d| and the cosine between d and mean d, over all tensors that have met."""
-        sums = {"own": 0.0, "mean": 0.0, "both": 0.0}
-        for name, change in own.items():
-            if name not in self.state.anchors:
-                continue
-            ops = self._ops(name)
-            a, b = (ops.cast(ops.reshape(x, (-1,)), "float64") for x in (change, mean[name]))
-            for key, x in (("own", a * a), ("mean", b * b), ("both", a * b)):
-                sums[key] += float(ops.sum(x))
-        if not (sums["own"] and sums["mean"]):
-            return {"distance": None, "cosine": None}
-        apart = max(0.0, sums["own"] - 2 * sums["both"] + sums["mean"])
-        return {
-            "distance": math.sqrt(apart / sums["mean"]),
-            "cosine": sums["both"] / math.sqrt(sums["own"] * sums["mean"]),
-        }
+    def _note_spread(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> None:
+        each = [products(self._ops(name), x, mean[name]) for name, x in own.items() if name in self.state.anchors]
+        self.record.spread(*(math.fsum(float(sums[i]) for sums in each) for i in range(3)))
 
     def stats(self) -> dict[str, Any]:
-        """Return `steps` (inner steps), `rounds` (meetings), and what this rank sends per inner step on the average.
-
-        With `adapt`, `every` is the number of inner steps from the last meeting to the next one, and with `relevance`,
-        `relevance` is the share of the signs that were those of the change before the last meeting.
-
-        `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last
-        meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
-        from the others. Both are None unless `track_norms` was set. `participates` is False if this rank will
-        contribute nothing to the next meeting, and need not train until then.
-
-        `loss` is the mean of the losses that this rank has noted in the period before the last meeting. `utilisation`
-        is the share of the time that inner steps take, and `needed_bandwidth` the bits per second that a link must
-        carry for 95 % of it; both count host times since the first meeting of this process, and are None before the
-        second one.
-        """
-        state = self.state
-        sent = self._sent / self._taken if self._taken else 0.0
-        every: dict[str, Any] = {"every": self._period()} if self.outer.adapt else {}
-        if self.outer.relevance:
-            every["relevance"] = self._relevance
-        return {
-            "steps": state.steps,
-            "rounds": state.rounds,
-            "bytes_per_step": sent,
-            **every,
-            **self._spread,
-            "loss": self._own_loss,
-            "utilisation": self._occupied.utilisation,
-            "needed_bandwidth": self._needed(),
-            "participates": self._factor(state.steps + 1) > 0,
-        }
+        """Return what `Record.stats` describes."""
+        state, every = self.state, self._period() if self.outer.adapt else 0
+        participates = self._factor(state.steps + 1) > 0
+        return self.record.stats(state.steps, state.rounds, every=every, participates=participates)
 
     # --- what belongs where -----------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +11,8 @@ from grace.core.config.config import Config
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import agreeing, meet, varied, weighed, with_variate
+from grace.core.session.meeting import agreeing, meet, products, varied, weighed, with_variate
+from grace.core.session.record import Record
 from grace.core.spec import Array, TensorSpec
 
 
@@ -36,6 +38,7 @@ class GraphExchange(Protocol):
 
     config: Config
     rank: int
+    track_norms: bool
 
     @property
     def size(self) -> int:
@@ -59,6 +62,9 @@ class GraphExchange(Protocol):
     def is_foreign(self) -> Array:
         """Return whether another rank has saved what this one has loaded."""
 
+    def traffic(self) -> Sequence[Array]:
+        """Return the bytes of all meetings until now: those that this rank has sent, and those on the links."""
+
 
 class GraphOuter:
     """The outer steps of one rank, in graphs: the weights after the last meeting, and what is kept between meetings.
@@ -81,6 +87,8 @@ class GraphOuter:
         noise: Callable[[int, str], Array] | None = None,
     ) -> None:
         self.outer, self._specs, self._weights, self._states = outer, specs, weights, states
+        #: What `stats` tells.
+        self.record = Record(outer)
         self._of, self._noise, self._ops = ops, noise, ops(specs[0].device)
         places = {spec.name: i for i, spec in enumerate(specs)}
         self.fragments = [[places[name] for name in names] for names in outer.divide(specs)]
@@ -111,6 +119,8 @@ class GraphOuter:
         names = ("total", "number", "first", "last")
         losses = numbers([f"loss_{name}" for name in names], "float64", outer.adapt == "loss")
         self.losses = dict(zip(names, losses.values(), strict=False))
+        # The losses of this rank since the last meeting, for `stats`.
+        self._noted: list[float] = []
         # The mean changes of the last meeting, which decide on the next one.
         self._last = zeros("outer_last", outer.relevance)
         #: The flat control variates.
@@ -125,6 +135,10 @@ class GraphOuter:
 
     def restart(self, members: Sequence[int], fragment: int, taken: Array) -> None:
         """Do what the inner optimizer does once weights have met (default: nothing)."""
+
+    def note_loss(self, loss: Array) -> None:
+        """Note the mean loss of an inner step, as a 0-d float64 array."""
+        self._tell(self._noted.append, loss)
 
     def moved(self) -> None:
         """Go on with other ranks, over which control variates do not add up to zero."""
@@ -178,16 +192,37 @@ class GraphOuter:
         `steps` is the number of inner steps until now.
         """
         taken = self._ops.cast(steps, "int64")
-        warming = taken <= self.outer.warmup
+        self._tell(lambda _: self.record.occupied.mark(exchanging=False), taken)
+        warming, met, before = taken <= self.outer.warmup, taken < 0, exchange.traffic()
         # In the warm-up all tensors meet at once, one fragment after the other.
         everything, zero = range(len(self._specs)), self._number(0.0, "float64")
         whole = self._ops.choose(warming, lambda: self._norm(everything), lambda: zero) if self.outer.clip else None
         for fragment, members in enumerate(self.fragments):
             meeting = functools.partial(self._exchanged, fragment, taken, warming, whole, exchange)
-            self._if(self._lands(taken, fragment), meeting)
+            lands = self._lands(taken, fragment)
+            self._if(lands, meeting)
+            met |= lands
             if self._flight:
                 sends = self.outer.meets(taken, fragment) & ~warming
                 self._if(sends, functools.partial(self._send, members, warming, whole))
+        sent = [now - earlier for now, earlier in zip(exchange.traffic(), before, strict=True)]
+        self._tell(self._told, met, taken, *sent)
+
+    def _told(self, met: bool, step: int, sent: float, link_bytes: float) -> None:
+        """Note an inner step that is complete, in Python."""
+        self.record.stepped()
+        if met:
+            self.record.loss = math.fsum(self._noted) / len(self._noted) if self._noted else None
+            self._noted.clear()
+            self.record.met(step, sent, link_bytes)
+
+    def stats(self, steps: int, meetings: int, exchange: GraphExchange) -> dict[str, Any]:
+        """Return what `Record.stats` describes, after as many inner steps, and meetings of single fragments."""
+        outer, warm = self.outer, self.outer.warmup * self.outer.count
+        rounds = meetings // outer.count if meetings <= warm else outer.warmup + meetings - warm
+        every = self._period(int(self._met), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
+        factor = outer.factor(steps + 1, rounds, exchange.rank, exchange.size, exchange.config.seed)
+        return self.record.stats(steps, rounds, every=every, participates=factor > 0)
 
     def _exchanged(
         self, fragment: int, taken: Array, warming: Array, whole: Array | None, exchange: GraphExchange
@@ -208,7 +243,12 @@ class GraphOuter:
         found, own = exchange.meet(dict(zip(members, moved, strict=True)), part.factor)
         merged = part.rescaled(found)
         if outer.pairs:
-            merged = [self.anchors[i].read_value() - x for i, x in zip(members, merged, strict=True)]
+            met = [self.anchors[i].read_value() for i in members]
+            moved, merged = ([a - x for a, x in zip(met, each, strict=True)] for each in (moved, merged))
+        if exchange.track_norms:
+            of = [self._of(self._specs[i].device) for i in members]
+            sums = [products(*each) for each in zip(of, moved, merged, strict=True)]
+            self._tell(self.record.spread, *(sum(each[1:], each[0]) for each in zip(*sums, strict=True)))
         for i, change, mean, sent in zip(members, moved, merged, own or moved, strict=True):
             self._meet(i, change, mean, sent, warming)
             if self._last:
@@ -304,9 +344,14 @@ class GraphOuter:
         each = zip(self._specs, moved, self._last, strict=True)
         equal = [agreeing(self._of(spec.device), x, last.read_value()) for spec, x, last in each]
         share = self._ops.cast(sum(equal[1:], equal[0]), "float64") / sum(spec.numel for spec in self._specs)
-        sends = self._ops.cast(warming | (self._rounds == 0) | (share >= self.outer.relevance), "float32")
+        decides = ~(warming | (self._rounds == 0))
+        self._tell(self._told_relevance, share, decides)
+        sends = self._ops.cast(~decides | (share >= self.outer.relevance), "float32")
         (mean,) = exchange.means([self._ops.reshape(sends, (1,))], "senders")
         return Part(self, exchange, self._ops.cast(sends, "float64"), self._ops.cast(mean[0], "float64"))
+
+    def _told_relevance(self, share: float, decides: bool) -> None:
+        self.record.relevance = share if decides else None
 
     # --- what a meeting makes of it -----------------------------------------------------------------------------------
 
@@ -340,11 +385,16 @@ class GraphOuter:
         if not self.outer.adapt:
             return self.outer.lands(taken, fragment)
 
-        def period(met: int, rounds: int, first: float = 0.0, last: float = 0.0) -> int:
-            return self.outer.period(met, rounds, last / first if first else 1.0)
+        met = self._met
+        return taken >= met + self._ops.computed(self._period, met, self._rounds, *self._mean_losses, dtype="int64")
 
-        met, losses = self._met, [self.losses[key].read_value() for key in ("first", "last") if self.losses]
-        return taken >= met + self._ops.computed(period, met, self._rounds, *losses, dtype="int64")
+    def _period(self, met: int, rounds: int, first: float = 0.0, last: float = 0.0) -> int:
+        return self.outer.period(met, rounds, last / first if first else 1.0)
+
+    @property
+    def _mean_losses(self) -> list[Array]:
+        """The mean losses of all ranks in the first and in the last period, if periods follow them."""
+        return [self.losses[key].read_value() for key in ("first", "last") if self.losses]
 
     @property
     def _met(self) -> Array:
@@ -364,6 +414,15 @@ class GraphOuter:
             return self._number(1, "int64")
 
         self._ops.choose(condition, acted, lambda: self._number(0, "int64"))
+
+    def _tell(self, note: Callable[..., object], *numbers: Array) -> None:
+        """Call a function in Python with numbers whenever the graph gets here."""
+
+        def noted(*given: Any) -> int:
+            note(*given)
+            return 0
+
+        self._ops.computed(noted, *numbers)
 
     def _number(self, value: float, dtype: str) -> Array:
         return self._ops.reshape(self._ops.numbers([value], dtype), ())

@@ -80,6 +80,7 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
     ]
     options = {key: x for key, x in outer.items() if key != "state"}
     kept, sim = made(), grace.Simulation(size, specs, config, outer=options)
+    kept.optimizer.grace.track_norms = sim.track_norms = True
     sim.begin({**start, **beside})
     weights, equal, after = [{**start, **beside}] * size, [], []
     resumed = []
@@ -109,7 +110,7 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
         "equal": equal,
         "resumed": resumed,
         "common": same({key: x.numpy() for key, x in common.items()}, expected),
-        "rounds": sim.stats()["outer"]["rounds"],
+        "stats": [kept.optimizer.grace.stats()["outer"], sim.stats(rank)["outer"]],
     }
 
 

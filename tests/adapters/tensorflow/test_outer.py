@@ -28,7 +28,15 @@ def test_outer_steps_in_graphs_have_the_bits_of_a_simulation(launch, name):
         assert found["equal"] == [True] * 13, found
         assert found["resumed"] == [True] * (6 if ALL else 0), found
         assert found["common"]
-        assert found["rounds"] >= 4
+        ours, theirs = found["stats"]
+        assert theirs["rounds"] >= 4
+        assert 0 < ours["utilisation"] < 1
+        assert ours["needed_bandwidth"] > 0
+        for timed in ("utilisation", "needed_bandwidth"):
+            del ours[timed], theirs[timed]
+        assert ours.keys() == theirs.keys()
+        for key, number in theirs.items():
+            assert ours[key] == (number if number is None else pytest.approx(number, rel=1e-6)), key
 
 
 @on(Launch(TENSORFLOW, "horovodrun-gloo", 2))
