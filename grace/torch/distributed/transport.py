@@ -27,8 +27,8 @@ from grace.torch.tensors import start_gathering
 _HOST_BYTES, _PORT_BYTES = 256, 4
 # The number of transports of each process group, which names the next one on all ranks.
 _transports: collections.Counter[str] = collections.Counter()
-# A buffer of two ranks travels in a piece per so many bytes, and in so many pieces at most.
-_PIECE_BYTES, _MOST_PIECES = 512 * 1024, 4
+# Two ranks swap longer buffers by a collective for each direction.
+_SHORT_BYTES = 64 * 1024
 
 
 class ProcessGroupTransport(OrderedTransport):
@@ -106,7 +106,7 @@ class ProcessGroupTransport(OrderedTransport):
             store = self._rendezvous(what)
             # Own limits end waits. These connections need only a longer one.
             limit = timedelta(seconds=2 * self.timeout + 60)
-            for use in ("headers", "cpu"):
+            for use in ("headers", "cpu", *(["back"] if self.size == 2 else [])):
                 self._groups[use] = dist.ProcessGroupGloo(dist.PrefixStore(use, store), self.rank, self.size, limit)
             self._groups["cuda"] = self._groups["cpu"]
             if self._on_gpu:
@@ -235,17 +235,24 @@ class ProcessGroupTransport(OrderedTransport):
     def _swap(self, sent: torch.Tensor, received: torch.Tensor) -> Phases:
         """Send a buffer to the other one of two ranks, and write to `received` what it sends.
 
-        The buffers travel in pieces. Within a collective, Gloo sends in one direction at a time, but several
-        collectives use both. Gloo's allgather needs equal lengths, and copies what it has received.
+        Before Gloo sends to a rank, that rank tells it that it is ready. If both send in one collective, this may wait
+        behind the data of the other direction. So long buffers travel in a collective and over a connection for each
+        direction. Gloo's allgather needs equal lengths, and copies what it has received.
         """
         other = 1 - self.rank
         most = max(len(sent), len(received)) * sent.element_size()
-        count = min(_MOST_PIECES, -(-most // _PIECE_BYTES))
         works = []
-        for start, end in zip(_cut(sent, count), _cut(received, count), strict=True):
+        if most > _SHORT_BYTES:
+            for root, use in enumerate(("cpu", "back")):
+                x = sent if root == self.rank else received
+                if len(x):
+                    options = dist.BroadcastOptions()
+                    options.rootRank = root
+                    works.append(self._groups[use].broadcast([x], options))
+        elif most:
             to, of = [0, 0], [0, 0]
-            to[other], of[other] = len(start), len(end)
-            works.append(self._groups["cpu"].alltoall_base(end, start, of, to))
+            to[other], of[other] = len(sent), len(received)
+            works.append(self._groups["cpu"].alltoall_base(received, sent, of, to))
         yield self._done(*works)
 
     def _join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -303,11 +310,6 @@ def _local_size() -> int:
     names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [int(os.environ[name]) for name in names if name in os.environ]
     return known_local_size(*found) if len(found) == len(names) else 0
-
-
-def _cut(x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return views of `count` pieces of a flat tensor, as long as each other up to one element."""
-    return list(x.tensor_split(count)) if count else []
 
 
 def _free(groups: dict[str, Any], works: list[Any]) -> None:
