@@ -153,37 +153,51 @@ static void transposed_times(const T* a, const T* b, int64_t n, int64_t m, int r
     }
 }
 
+// target[t] = sum_k columns[k m + t] row[k] for elements of a row of the product; subtracts them from `rest` unless that
+// is null. `known` is r, or 0 for any r.
+template <int known, class T>
+GRACE_LOCAL void row_of_product(const T* row, const T* columns, int64_t m, int r, int64_t length, T* target, T* rest) {
+    using Vector = typename Lanes<T>::Vector;
+    constexpr int lanes = Lanes<T>::count;
+    const int count = known > 0 ? known : r;
+    int64_t t = 0;
+    for (; t + lanes <= length; t += lanes) {
+        Vector x, sum;
+        load_lanes(columns + t, &x);
+        sum = x * row[0];
+        for (int k = 1; k < count; ++k) {
+            load_lanes(columns + k * m + t, &x);
+            sum += x * row[k];
+        }
+        memcpy(target + t, &sum, sizeof(sum));
+        if (rest == nullptr) continue;
+        fetch_ahead<lanes>(rest + t);
+        load_lanes(rest + t, &x);
+        x -= sum;
+        memcpy(rest + t, &x, sizeof(x));
+    }
+    for (; t < length; ++t) {
+        T sum = columns[t] * row[0];
+        for (int k = 1; k < count; ++k) sum += columns[k * m + t] * row[k];
+        target[t] = sum;
+        if (rest != nullptr) rest[t] -= sum;
+    }
+}
+
 template <class T>
 static void times_transposed(const T* a, const T* b, int64_t m, int r, int64_t begin, int64_t end, T* out, T* x,
                              bool around) {
-    using Vector = typename Lanes<T>::Vector;
-    constexpr int lanes = Lanes<T>::count;
     in_blocks(out + begin, end - begin, around, [&](int64_t from, int64_t length, T* target) {
         for (int64_t done = 0; done < length;) {
-            const int64_t i = (begin + from + done) / m, j = (begin + from + done) % m;
-            const int64_t here = lesser(m - j, length - done);
-            const T *row = a + i * r, *columns = b + j;
-            int64_t t = 0;
-            for (; t + lanes <= here; t += lanes) {
-                Vector x, sum;
-                load_lanes(columns + t, &x);
-                sum = x * row[0];
-                for (int k = 1; k < r; ++k) {
-                    load_lanes(columns + k * m + t, &x);
-                    sum += x * row[k];
-                }
-                memcpy(target + done + t, &sum, sizeof(sum));
-            }
-            for (; t < here; ++t) {
-                T sum = columns[t] * row[0];
-                for (int k = 1; k < r; ++k) sum += columns[k * m + t] * row[k];
-                target[done + t] = sum;
+            const int64_t at = begin + from + done, i = at / m, j = at % m, here = lesser(m - j, length - done);
+            T* rest = x == nullptr ? nullptr : x + at;
+            if (r == 4) {
+                row_of_product<4>(a + i * r, b + j, m, r, here, target + done, rest);
+            } else {
+                row_of_product<0>(a + i * r, b + j, m, r, here, target + done, rest);
             }
             done += here;
         }
-        if (x == nullptr) return;
-        T* rest = x + begin + from;
-        for (int64_t i = 0; i < length; ++i) rest[i] -= target[i];
     });
 }
 
