@@ -214,6 +214,10 @@ def others(ops, counter):
     counter.method = "uniform by allreduce"
     words = pack_lanes(ops, ops.zeros(ELEMENTS, "int8"), ELEMENTS, 3)
     unpack_lanes(ops, words, ELEMENTS, 3)
+    counter.method = "eden, shared"
+    local = LocalStep(make_unit("eden", ELEMENTS, shared_rotation=True), ops, RANKS)
+    given = gradients(np.random.default_rng(0))
+    local.run(given[0], 0, local.receive(given, 0))
 
 
 def main():

@@ -660,6 +660,7 @@ template <class T> static constexpr Loops<T> make_loops() {
             recover_sparse<T>,
             rotated_codes<T>,
             rotated_sum<T>,
+            shared_rotated_sum<T>,
             select<T>,
             sum_select<T>,
             select_powers<T>,

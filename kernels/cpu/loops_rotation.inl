@@ -935,5 +935,73 @@ static void rotated_sum(const Coded<T>* ranks, const RotationKey* keys, int coun
     }
 }
 
+// The sum over ranks of scale q, for the codes of a block, rotated back once.
+template <int bits, class T>
+static void shared_rotated_sum_by(const Coded<T>* ranks, int count, const Rotation<T>* by, const T* onto, T* out,
+                                  int64_t begin, int64_t end, bool around) {
+    alignas(64) T total[kRotation], values[kRotation];
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * by->block, width = by->width(block), length = lesser(width, by->n - first);
+        const int64_t start = first / 8 * bits;
+        T* target = around ? total : out + first;
+        const T* base = onto == nullptr ? nullptr : onto + first;
+        bool turned = false;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == sizeof(float) && bits != 3) {
+            turned = length == width && width >= kNeighbours<T>;
+            if (turned) {
+                const Signs signs(by->key.first, first, width), second(by->key.second, first, width);
+                const __m512 table = repeated_levels<bits>(by->levels);
+                const auto sent = [&](int r, int64_t i) {
+                    const __m512i codes = packed_codes16<bits>(ranks[r].codes + start + i / 8 * bits);
+                    return _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), _mm512_set1_ps(ranks[r].scales[block]));
+                };
+                const auto load = [&](int64_t i) {
+                    __m512 sum = sent(0, i);
+                    for (int r = 1; r < count; ++r) sum = _mm512_add_ps(sum, sent(r, i));
+                    return sum;
+                };
+                const auto store = [&](int64_t i, __m512 found) {
+                    const __m512 mine = signs.of(found, i);
+                    _mm512_storeu_ps(target + i,
+                                     base == nullptr ? mine : _mm512_add_ps(_mm512_loadu_ps(base + i), mine));
+                };
+                turn(load, second, 1.0f, width, values, store);
+            }
+        }
+#endif
+        if (!turned) {
+            T row[kBlock];
+            for (int64_t at = 0; at < width; at += kBlock) {
+                const int64_t some = lesser(kBlock, width - at);
+                for (int r = 0; r < count; ++r) {
+                    const T scale = ranks[r].scales[block];
+                    look_up_packed<bits>(by->levels, ranks[r].codes + start + at / 8 * bits, row, some);
+                    for (int64_t i = 0; i < some; ++i) {
+                        values[at + i] = r == 0 ? row[i] * scale : values[at + i] + row[i] * scale;
+                    }
+                }
+            }
+            hadamard(values, width);
+            flip_signs<T>(by->key.second, first, values, T(1), nullptr, values, width);
+            hadamard(values, width);
+            flip_signs<T>(by->key.first, first, values, T(1), base, target, length);
+        }
+        if (around) write_around(out + first, total, length * int64_t(sizeof(T)));
+    }
+    if (around) settle();
+}
+
+template <class T>
+static void shared_rotated_sum(const Coded<T>* ranks, int count, const Rotation<T>* by, const T* onto, T* out,
+                               int64_t begin, int64_t end, bool around) {
+    switch (by->bits) {
+        case 1: return shared_rotated_sum_by<1>(ranks, count, by, onto, out, begin, end, around);
+        case 2: return shared_rotated_sum_by<2>(ranks, count, by, onto, out, begin, end, around);
+        case 3: return shared_rotated_sum_by<3>(ranks, count, by, onto, out, begin, end, around);
+        default: return shared_rotated_sum_by<4>(ranks, count, by, onto, out, begin, end, around);
+    }
+}
+
 }  // namespace GRACE_ISA
 }  // namespace grace

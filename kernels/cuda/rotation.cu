@@ -267,6 +267,37 @@ __global__ void rotated_sum_kernel(Ranks<Salted<T>> ranks, Rotation<T> by, Rando
     }
 }
 
+// The sum of scale q over some ranks that share a rotation, and over those whose sum is `begun`. It is rotated back with
+// the last ranks; before them it goes to `partial`.
+template <class T>
+__global__ void shared_sum_kernel(Ranks<Coded<T>> ranks, Rotation<T> by, const T* begun, T* partial, const T* onto,
+                                  T* out) {
+    __shared__ T values[kRotation];
+    for (int64_t block = blockIdx.x; block < by.blocks(); block += gridDim.x) {
+        const int64_t first = block * by.block, width = by.width(block);
+        T* sums = partial == nullptr ? values : partial + first;
+        __syncthreads();
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+            const auto sent = [&](const Coded<T>& rank) {
+                return by.levels[code_at(rank.codes, by.bits, first + i)] * rank.scales[block];
+            };
+            T sum = begun == nullptr ? sent(ranks.parts[0]) : begun[first + i] + sent(ranks.parts[0]);
+            for (int r = 1; r < ranks.count; ++r) sum = sum + sent(ranks.parts[r]);
+            sums[i] = sum;
+        }
+        if (partial != nullptr) continue;
+        hadamard(values, width);
+        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
+            values[i] = with_sign(by.key.second, first + i, values[i]);
+        }
+        hadamard(values, width);
+        for (int64_t i = threadIdx.x; i < width && first + i < by.n; i += kThreads) {
+            const T value = with_sign(by.key.first, first + i, values[i]);
+            out[first + i] = onto == nullptr ? value : onto[first + i] + value;
+        }
+    }
+}
+
 }  // namespace
 
 template <class T> void rotate(const Stream& on, const T* x, const Rotation<T>& by, bool back, T* out) {
@@ -310,6 +341,16 @@ void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std
     });
 }
 
+template <class T>
+void shared_rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const Rotation<T>& by, const T* onto,
+                        T* out) {
+    T* sums = ranks.size() > kRanks ? scratch<T>(on, by.coded()) : nullptr;
+    in_turns(ranks, [&](const Ranks<Coded<T>>& some, bool begins, bool ends) {
+        launch(on, blocks_for(by.blocks(), 1), shared_sum_kernel<T>, some, by, begins ? nullptr : sums,
+               ends ? nullptr : sums, onto, out);
+    });
+}
+
 #define GRACE_MAKE(T)                                                                                                \
     template void rotate<T>(const Stream&, const T*, const Rotation<T>&, bool, T*);                                  \
     template void spread_in_frame<T>(const Stream&, const T*, const T*, const Frame&, T*);                           \
@@ -318,7 +359,8 @@ void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std
     template void recover_sparse<T>(const Stream&, const T*, const Rotation<T>&, int64_t, int, double, double, T*);  \
     template void rotated_encode<T>(const Stream&, const T*, const Rotation<T>&, bool, const RandomKey*, uint8_t*, T*); \
     template void rotated_sum<T>(const Stream&, const std::vector<Coded<T>>&, const std::vector<const int32_t*>&,    \
-                                 const RandomKey&, const Rotation<T>&, const T*, T*);
+                                 const RandomKey&, const Rotation<T>&, const T*, T*);                            \
+    template void shared_rotated_sum<T>(const Stream&, const std::vector<Coded<T>>&, const Rotation<T>&, const T*, T*);
 GRACE_MAKE(float)
 GRACE_MAKE(double)
 #undef GRACE_MAKE

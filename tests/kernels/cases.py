@@ -879,9 +879,11 @@ def rotated_encode(ops, g):
         for chosen in level_lists(g):
             for fit, stochastic in ((True, False), (False, True)):
                 key = g.key()
-                codes, scales = rotation.rotated_encode(ops, g.x(), g.lay(chosen), block, fit, stochastic, key)
-                yield codes
-                yield free(ops, g, scales) if fit else scales
+                for salt in (None, int(g.rng.integers(2**32))):
+                    given = g.lay(chosen), block, fit, stochastic, key, salt
+                    codes, scales = rotation.rotated_encode(ops, g.x(), *given)
+                    yield codes
+                    yield free(ops, g, scales) if fit else scales
 
 
 @case
@@ -896,6 +898,19 @@ def rotated_sum(ops, g):
                 salts = [g.lay(g.rng.integers(-(2**31), 2**31, 1).astype(np.int32), 1) for _ in range(g.ranks)]
                 begin = g.x() if onto else None
                 yield rotation.rotated_sum(ops, codes, scales, salts, g.lay(chosen), block, g.n, g.key(), begin)
+
+
+@case
+def shared_rotated_sum(ops, g):
+    for block in g.some([128, 256, 4096]):
+        widths = rotation.rotated_widths(g.n, block)
+        for chosen in level_lists(g):
+            bits = (len(chosen) - 1).bit_length()
+            for onto in (False, True):
+                codes = [g.bytes(packed_size(sum(widths), bits)) for _ in range(g.ranks)]
+                scales = [g.lay(g.rng.standard_normal(len(widths)).astype(g.dtype)) for _ in range(g.ranks)]
+                begin = g.x() if onto else None
+                yield rotation.shared_rotated_sum(ops, codes, scales, g.lay(chosen), block, g.n, g.key(), begin)
 
 
 # --- powers of two, tables, digits, widths -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from grace.core.codecs.bloom import BloomFilter, filter_positions
 from grace.core.codecs.levels import dequantize_sum, quantize_packed
 from grace.core.codecs.listed import levels_sum, round_packed
-from grace.core.codecs.rotation import rotated_encode, rotated_sum
+from grace.core.codecs.rotation import rotated_encode, rotated_sum, shared_rotated_sum
 from grace.core.codecs.signs import binarize_means, binary_sum, majority
 from grace.core.codecs.tables import table_sum
 from grace.core.compressors.contrib.adacomp import select_in_bins
@@ -539,6 +539,11 @@ REFUSED = {
         lambda o, m: rotated_sum(o, [m.b(2)], [m.f(2)], [m.i(0)], m.f(2), 128, 10, KEY),
         PayloadError,
         "expected 1 elements, received 2",
+    ),
+    "rotation: shared, and truncated": (
+        lambda o, m: shared_rotated_sum(o, [m.b(2), m.b(1)], [m.f(1)] * 2, m.f(2), 128, 10, KEY),
+        PayloadError,
+        "expected 2 elements, received 1",
     ),
     "rotation: two salts": (
         lambda o, m: rotated_sum(o, [m.b(2)], [m.f(1)], [m.i(0, 1)], m.f(2), 128, 10, KEY),

@@ -63,9 +63,39 @@ def test_many_ranks_average_their_errors_away():
         assert np.sum((means - x) ** 2) / np.sum(x**2) == pytest.approx(alone / 16, rel=0.15)
 
 
+def mean_error(compressor, gradients: list[np.ndarray]) -> float:
+    """Return the error of the mean of ranks, relative to the mean of their squares."""
+    means = step(simulate(len(gradients), gradients[0].shape, compressor), gradients)
+    return float(np.sum((means - np.mean(gradients, axis=0)) ** 2) / np.mean([np.sum(x**2) for x in gradients]))
+
+
+def test_ranks_that_share_a_rotation_share_its_error():
+    """With equal gradients, nearest levels give every rank the same error; a random choice of each rank averages."""
+    x = normal(8192)
+    eden, rotated = (make(name, bits=2, shared_rotation=True) for name in ("eden", "rotated"))
+    assert mean_error(eden, [x] * 16) == pytest.approx(LIMIT[2], rel=0.1)
+    assert mean_error(rotated, [x] * 16) == pytest.approx(error(make("rotated", bits=2), x) / 16, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["eden", "rotated"])
+def test_a_shared_rotation_costs_unlike_gradients_nothing(name):
+    gradients = [np.random.default_rng(rank).standard_normal(8192).astype(np.float32) for rank in range(16)]
+    shared, private = (mean_error(make(name, bits=2, shared_rotation=each), gradients) for each in (True, False))
+    assert shared == pytest.approx(private, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["eden", "rotated"])
+def test_a_shared_rotation_is_unbiased(name):
+    x, compressor = normal(4096), make(name, bits=1, shared_rotation=True)
+    means = np.mean([send(compressor, x, step=i) for i in range(200)], axis=0)
+    assert np.sum((means - x) ** 2) / np.sum(x**2) < 1.5 * error(compressor, x, 20) / 200
+
+
 def test_a_step_has_rotations_of_its_own():
     x = normal(4096)
-    assert not np.array_equal(send(make("eden"), x, step=1), send(make("eden"), x, step=2))
+    for shared in (False, True):
+        eden = make("eden", shared_rotation=shared)
+        assert not np.array_equal(send(eden, x, step=1), send(eden, x, step=2))
 
 
 @pytest.mark.parametrize("width", [8, 128, 4096])

@@ -438,13 +438,14 @@ def rotate(n, dtype):
 def rotated_encode(n, dtype):
     t = np.dtype(dtype).type
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
-    for block, fit, stochastic in ((128, True, False), (512, False, True), (4096, True, True)):
+    for block, fit, stochastic, salt in ((128, True, False, None), (512, False, True, 9), (4096, True, True, None)):
+        rank = KEY.rank if salt is None else salt
         codes, scales, first = [np.zeros(0, np.int64)], [], 0
         for part in rotated_parts(x, block):
             width = len(part)
             here = slice(first, first + width)
-            y = transformed(part * signs(first + width, 1, KEY.rank)[here].astype(dtype))
-            y = transformed(y * signs(first + width, 2, KEY.rank)[here].astype(dtype) / t(width))
+            y = transformed(part * signs(first + width, 1, rank)[here].astype(dtype))
+            y = transformed(y * signs(first + width, 2, rank)[here].astype(dtype) / t(width))
             norm = t(np.sqrt((part.astype(np.float64) ** 2).sum()))
             reach = norm * t(1 / np.sqrt(width)) if fit else abs(y).max()
             share = 1 - uniform(first + width)[here].astype(dtype) if stochastic else np.full(width, 0.5, dtype)
@@ -455,31 +456,64 @@ def rotated_encode(n, dtype):
             codes.append(code)
             first += width
         expected = (packed(np.concatenate(codes), 2), np.array(scales, dtype))
-        yield Call("rotated_encode", (x, levels, block, fit, stochastic, KEY), {}, expected)
+        yield Call("rotated_encode", (x, levels, block, fit, stochastic, KEY, salt), {}, expected)
+
+
+def turned_back(x: np.ndarray, block: int, rank: int) -> np.ndarray:
+    """Return D H D' H x, block by block, with the signs of a rank."""
+    parts, first = [x[:0]], 0
+    for part in rotated_parts(x, block):
+        one, two = (signs(first + len(part), stream, rank)[first:].astype(x.dtype) for stream in (1, 2))
+        parts.append(transformed(transformed(part) * two) * one)
+        first += len(part)
+    return np.concatenate(parts)
+
+
+class Rotated(NamedTuple):
+    """Payloads of all ranks for n rotated elements: q and scale of each, and q packed with scales per block."""
+
+    q: list[np.ndarray]
+    scale: list[np.ndarray]
+    codes: list[np.ndarray]
+    scales: list[np.ndarray]
+
+
+def sent_rotated(n: int, block: int, dtype: str) -> Rotated:
+    rng, levels = np.random.default_rng(n), np.array(ROTATED_LEVELS, dtype)
+    widths = [len(part) for part in rotated_parts(np.zeros(n), block)]
+    codes = [rng.integers(0, 4, sum(widths)) for _ in range(RANKS)]
+    scales = [np.round(rng.standard_normal(len(widths)) * 8).astype(dtype) / 8 for _ in range(RANKS)]
+    of_elements = [np.repeat(scale, widths) for scale in scales]
+    return Rotated([levels[code] for code in codes], of_elements, [packed(code, 2) for code in codes], scales)
 
 
 @case
 def rotated_sum(n, dtype):
-    rng, levels = np.random.default_rng(n), np.array(ROTATED_LEVELS, dtype)
+    levels = np.array(ROTATED_LEVELS, dtype)
     for block in (128, 4096):
-        widths = [len(part) for part in rotated_parts(np.zeros(n), block)]
-        codes = [rng.integers(0, 4, sum(widths)) for _ in range(RANKS)]
-        scales = [np.round(rng.standard_normal(len(widths)) * 8).astype(dtype) / 8 for _ in range(RANKS)]
-        values = []
-        for r in range(RANKS):
-            parts, first = [np.zeros(0, dtype)], 0
-            for width, scale in zip(widths, scales[r], strict=True):
-                here = slice(first, first + width)
-                y = transformed(levels[codes[r][here]]) * signs(first + width, 2, r)[here].astype(dtype)
-                parts.append(transformed(y) * signs(first + width, 1, r)[here].astype(dtype) * scale)
-                first += width
-            values.append(np.concatenate(parts)[:n])
-        data, salts = [packed(code, 2) for code in codes], [np.array([r], np.int32) for r in range(RANKS)]
+        sent = sent_rotated(n, block, dtype)
+        salts = [np.array([r], np.int32) for r in range(RANKS)]
+        values = [(turned_back(sent.q[r], block, r) * sent.scale[r])[:n] for r in range(RANKS)]
 
-        def args(ranks, data=data, scales=scales, salts=salts, block=block):
-            return data[:ranks], scales[:ranks], salts[:ranks], levels, block, n, KEY
+        def args(ranks, sent=sent, salts=salts, block=block):
+            return sent.codes[:ranks], sent.scales[:ranks], salts[:ranks], levels, block, n, KEY
 
         yield from sums("rotated_sum", values, args, numbers(n, dtype))
+
+
+@case
+def shared_rotated_sum(n, dtype):
+    levels = np.array(ROTATED_LEVELS, dtype)
+    for block in (128, 4096):
+        sent = sent_rotated(n, block, dtype)
+        for ranks in (1, RANKS):
+            total = sent.q[0] * sent.scale[0]
+            for r in range(1, ranks):
+                total += sent.q[r] * sent.scale[r]
+            total = turned_back(total, block, KEY.rank)[:n]
+            args = sent.codes[:ranks], sent.scales[:ranks], levels, block, n, KEY
+            yield Call("shared_rotated_sum", args, {}, (total,))
+            yield Call("shared_rotated_sum", args, {"onto": numbers(n, dtype)}, (numbers(n, dtype) + total,))
 
 
 def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int, key: Key | None) -> np.ndarray:

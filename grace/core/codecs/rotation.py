@@ -44,6 +44,7 @@ class RotatedQuantizer(Compressor):
 
     bits: int = 4
     block_size: int = 4096
+    shared_rotation: bool = False
 
     unbiased = True
     nonfinite = "shown"
@@ -69,17 +70,18 @@ class RotatedQuantizer(Compressor):
 
     def wire(self, spec: TensorSpec) -> tuple[Field, ...]:
         widths = rotated_widths(spec.numel, self.block_size)
-        return (
-            Field("scales", spec.work_dtype, len(widths)),
-            Field("salt", "int32", 1),
-            Field("codes", "uint8", packed_size(sum(widths), self.bits), bits=self.bits),
-        )
+        scales = Field("scales", spec.work_dtype, len(widths))
+        codes = Field("codes", "uint8", packed_size(sum(widths), self.bits), bits=self.bits)
+        return (scales, codes) if self.shared_rotation else (scales, Field("salt", "int32", 1), codes)
 
     def compress(self, x: Array, at: Site) -> Payload:
         ops, key = at.ops, at.private_key
+        salt = at.key.rank if self.shared_rotation else None
         codes, scales = rotated_encode(
-            ops, x, self._levels(at), self.block_size, self.fit, self.stochastic, key, at.out
+            ops, x, self._levels(at), self.block_size, self.fit, self.stochastic, key, salt, at.out
         )
+        if self.shared_rotation:
+            return {"scales": scales, "codes": codes}
         return {"scales": scales, "salt": ops.full(1, key.rank, "int32"), "codes": codes}
 
     def decompress(self, payload: Payload, at: Site) -> Array:
@@ -92,10 +94,11 @@ class RotatedQuantizer(Compressor):
         return self._sum([payload], [-payload["scales"]], at, onto=x)
 
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
-        codes, salts = ([payload[name] for payload in payloads] for name in ("codes", "salt"))
-        return rotated_sum(
-            at.ops, codes, scales, salts, self._levels(at), self.block_size, at.spec.numel, at.key, onto, at.out
-        )
+        codes, rest = [payload["codes"] for payload in payloads], (self._levels(at), self.block_size, at.spec.numel)
+        if self.shared_rotation:
+            return shared_rotated_sum(at.ops, codes, scales, *rest, at.key, onto, at.out)
+        salts = [payload["salt"] for payload in payloads]
+        return rotated_sum(at.ops, codes, scales, salts, *rest, at.key, onto, at.out)
 
     def _levels(self, at: Site) -> Array:
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
@@ -151,20 +154,21 @@ def rotated_encode(
     fit: bool,
     stochastic: bool,
     key: Key,
+    salt: int | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return packed codes of the rotated blocks and a scale for each.
 
-    Each block x becomes y, of d elements, by `rotate`. y is rounded to the levels q times its reach r, to the nearest
-    or, if `stochastic`, to one of the two neighbours with mean y. r is |x| / sqrt(d) if `fit`, and the largest |y|
-    otherwise. The scales, for `rotated_sum`, are 1 / d times |x|^2 / <y, q> if `fit`, and r otherwise. The scale
-    of a block with an element that counts as infinite is NaN.
+    Each block x becomes y, of d elements, by `rotate`, with the signs of the rank `salt` if one is given. y is rounded
+    to the levels q times its reach r, to the nearest or, if `stochastic`, to one of the two neighbours with mean y. r
+    is |x| / sqrt(d) if `fit`, and the largest |y| otherwise. The scales, for `rotated_sum`, are 1 / d times
+    |x|^2 / <y, q> if `fit`, and r otherwise. The scale of a block with an element that counts as infinite is NaN.
     """
-    count = ops.length(levels)
+    count, turn = ops.length(levels), key if salt is None else key._replace(rank=salt)
     codes, scales = [], []
     for first, rows, width in parts_of(ops.length(x), block):
         part = _filled(ops, x, first, rows * width)
-        y = ops.reshape(rotated(ops, part, first, width, key), (rows, width))
+        y = ops.reshape(rotated(ops, part, first, width, turn), (rows, width))
         norm = ops.norm(ops.reshape(part, (rows, width)), axis=1)
         root = ops.cast(1 / math.sqrt(width), ops.dtype(x))
         reach = norm * root if fit else ops.max(ops.abs(y), axis=1)
@@ -196,6 +200,7 @@ def _(
     fit: bool,
     stochastic: bool,
     key: Key,
+    salt: int | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
@@ -203,10 +208,11 @@ def _(
         return None
     widths = rotated_widths(ops.length(x), block)
     bits = bits_for(ops.length(levels))
+    integers = [block, int(fit), int(stochastic), *ops.key_integers(key)]
     codes, scales = ops.run(
-        "rotated_encode",
+        "rotated_encode" if salt is None else "shared_rotated_encode",
         [x, levels],
-        [block, int(fit), int(stochastic), *ops.key_integers(key)],
+        integers if salt is None else [*integers, salt],
         outputs=["uint8", dtype],
         lengths=[packed_size(sum(widths), bits), len(widths)],
         out=out,
@@ -232,18 +238,10 @@ def rotated_sum(
     A salt is the rank of the key that the signs were drawn from. `onto` is an array that the sum starts from and
     consumes; without it the first payload starts the sum.
     """
-    bits = bits_for(ops.length(levels))
-    coded = sum(rotated_widths(n, block))
     for data, scale, salt in zip(codes, scales, salts, strict=True):
         own = Key(key.seed, key.step, ops.bit_and(ops.cast(salt, "int64"), MASK)[0])
-        q = ops.gather(levels, ops.cast(ops.unpack(data, bits, coded), "int32"))
-        values, at = [ops.zeros(0, ops.dtype(scale))], 0
-        for first, rows, width in parts_of(n, block):
-            back = _signed(ops, hadamard(ops, q[first : first + rows * width], width), first, own, _SECOND)
-            back = ops.reshape(_signed(ops, hadamard(ops, back, width), first, own, _FIRST), (rows, width))
-            values.append(ops.reshape(back * ops.reshape(scale[at : at + rows], (rows, 1)), (-1,)))
-            at += rows
-        onto = plus(ops, onto, ops.concat(values)[:n])
+        back = _back(ops, _rounded(ops, data, levels, n, block), n, block, own)
+        onto = plus(ops, onto, _times(ops, back, scale, n, block)[:n])
     return onto
 
 
@@ -262,6 +260,69 @@ def _(
 ) -> Array | None:
     inputs, integers = [*codes, *scales, *salts, levels], [len(codes), block, n, *ops.key_integers(key)]
     return ops.total("rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto, out=out)
+
+
+@composite(one_graph=True)
+def shared_rotated_sum(
+    ops: ArrayOps,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    levels: Array,
+    block: int,
+    n: int,
+    key: Key,
+    onto: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Return D H D' H of the sum of scale q over the results of `rotated_encode`, whose signs are all those of the key.
+
+    They are added in the order of the ranks, the result to `onto`, which is consumed.
+    """
+    total: Array | None = None
+    for data, scale in zip(codes, scales, strict=True):
+        total = plus(ops, total, _times(ops, _rounded(ops, data, levels, n, block), scale, n, block))
+    return plus(ops, onto, _back(ops, total, n, block, key)[:n])
+
+
+@shared_rotated_sum.kernel()
+def _(
+    ops: Native,
+    codes: Sequence[Array],
+    scales: Sequence[Array],
+    levels: Array,
+    block: int,
+    n: int,
+    key: Key,
+    onto: Array | None = None,
+    out: Array | None = None,
+) -> Array | None:
+    inputs, integers = [*codes, *scales, levels], [len(codes), block, n, *ops.key_integers(key)]
+    return ops.total("shared_rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto, out=out)
+
+
+def _rounded(ops: ArrayOps, codes: Array, levels: Array, n: int, block: int) -> Array:
+    """Return q, the levels of the packed codes of n rotated elements."""
+    coded = ops.unpack(codes, bits_for(ops.length(levels)), sum(rotated_widths(n, block)))
+    return ops.gather(levels, ops.cast(coded, "int32"))
+
+
+def _times(ops: ArrayOps, x: Array, scales: Array, n: int, block: int) -> Array:
+    """Return the rotated blocks of n elements, each times its scale."""
+    values, at = [x[:0]], 0
+    for first, rows, width in parts_of(n, block):
+        part = ops.reshape(x[first : first + rows * width], (rows, width))
+        values.append(ops.reshape(part * ops.reshape(scales[at : at + rows], (rows, 1)), (-1,)))
+        at += rows
+    return ops.concat(values)
+
+
+def _back(ops: ArrayOps, q: Array, n: int, block: int, key: Key) -> Array:
+    """Return D H D' H q of the rotated blocks of n elements."""
+    values = [q[:0]]
+    for first, rows, width in parts_of(n, block):
+        turned = _signed(ops, hadamard(ops, q[first : first + rows * width], width), first, key, _SECOND)
+        values.append(_signed(ops, hadamard(ops, turned, width), first, key, _FIRST))
+    return ops.concat(values)
 
 
 def hadamard(ops: ArrayOps, x: Array, width: int) -> Array:

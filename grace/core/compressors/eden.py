@@ -14,8 +14,8 @@ from grace.core.config.registry import About, Setting, compressors
     About(
         family="quantization",
         adam=True,
-        tests=[{"bits": 1, "block_size": 128}],
-        errors=[{"bits": bits} for bits in (1, 2, 3, 4)],
+        tests=[{"bits": 1, "block_size": 128}, {"shared_rotation": True}],
+        errors=[*({"bits": bits} for bits in (1, 2, 3, 4)), {"bits": 4, "shared_rotation": True}],
         digits=Setting(options={"bits": 2}),
     ),
 )
@@ -29,12 +29,16 @@ class EDEN(RotatedQuantizer):
     signs differ between ranks and steps. Rotated elements are nearly normal whatever x looks like, so the 2^b levels l
     of Lloyd and Max for the normal distribution fit all gradients. The scale makes the result unbiased over the random
     rotations, and the errors of the ranks are independent. b is `bits`, from 1 to 4. A block sends one float of the
-    working dtype. The last block is filled with zeros to a power of two.
+    working dtype. The last block is filled with zeros to a power of two. With `shared_rotation`, all ranks draw the
+    same signs, so that the sum of all q is rotated back at once. The result stays unbiased, but similar gradients then
+    have similar errors: the mean of N ranks has between 1 / N of the error below (independent gradients) and all of it
+    (equal ones).
 
     Error: 0.0096 |x|^2 for normal x; 0.036 |x|^2 with `bits=3`; 0.13 |x|^2 with `bits=2`; 0.57 |x|^2 with `bits=1`. It
     is D / (1 - D), with the error D of the levels, and the same for all x.
 
-    Cost: two transforms of log2(d) stages in the cache per rank, and bit packing; no random number per element.
+    Cost: a rotation, which is two transforms of log2(d) stages in the cache, to encode, and one for each rank to merge,
+    or one for all with `shared_rotation`; bit packing; no random number per element.
 
     When: 1 to 4 bits per element without a memory. At 4 bits its error is a quarter of that of `qsgd`.
 

@@ -240,6 +240,9 @@ void rotated_encode(const Stream& on, const T* x, const Rotation<T>& by, bool fi
 template <class T>
 void rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const std::vector<const int32_t*>& salts,
                  const RandomKey& key, const Rotation<T>& by, const T* onto, T* out);
+template <class T>
+void shared_rotated_sum(const Stream& on, const std::vector<Coded<T>>& ranks, const Rotation<T>& by, const T* onto,
+                        T* out);
 
 template <class T>
 void natural_encode(const Stream& on, const T* x, bool clipped, const RandomKey& key, uint8_t* codes, int32_t* base,

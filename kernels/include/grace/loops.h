@@ -195,6 +195,9 @@ template <class T> struct Loops {
     // out = onto + sum over ranks of the decoded blocks begin .. end - 1, rotated back by the key of each rank.
     void (*rotated_sum)(const Coded<T>* ranks, const RotationKey* keys, int count, const Rotation<T>* by, const T* onto,
                         T* out, int64_t begin, int64_t end, bool around);
+    // The same with one rotation of all ranks, for which the sum is rotated back once.
+    void (*shared_rotated_sum)(const Coded<T>* ranks, int count, const Rotation<T>* by, const T* onto, T* out,
+                               int64_t begin, int64_t end, bool around);
 
     // Appends the selected elements. The lists have room for n + 1 more.
     void (*select)(const T* x, T bound, bool strict, bool nonzero, int32_t first, int64_t n, Selected<T>* into);

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pytest
 
+from grace.core.codecs.rotation import shared_rotated_sum
 from grace.core.codecs.signs import binary_sum, majority
 from grace.core.compressors.inceptionn import precision_encode, precision_sum
 from grace.core.compressors.threelc import ternary_encode, ternary_sum
 from grace.core.config.registry import compressors
 from grace.core.errors import PayloadError
 from grace.core.ops import get_ops, native
+from grace.core.spec import Key
 from grace.core.wire.codings import CODECS
 from tests import golden
 from tests.core.test_contracts import REORDERED
@@ -77,6 +79,13 @@ def test_payloads_of_more_ranks_than_one_kernel_takes(ranks):
         assert torch.equal(one, other)
     levels = [torch.randn(50) for _ in range(ranks)]
     one, other = (binary_sum(o, bits, levels, 1000, columns=25) for o in (ops, reference))
+    assert torch.equal(one, other)
+    codes = [torch.randint(0, 256, (128,), dtype=torch.uint8) for _ in range(ranks)]
+    scales = [torch.randn(8) for _ in range(ranks)]
+    one, other = (
+        shared_rotated_sum(o, codes, scales, torch.tensor([-1.0, 1.0]), 128, 1000, Key(1, 2), torch.ones(1000))
+        for o in (ops, reference)
+    )
     assert torch.equal(one, other)
 
 

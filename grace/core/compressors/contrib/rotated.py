@@ -9,7 +9,15 @@ from grace.core.codecs.rotation import RotatedQuantizer, even_levels
 from grace.core.config.registry import About, compressors
 
 
-@compressors.register("rotated", About(family="quantization", adam=True, errors=[{"bits": bits} for bits in (2, 3, 4)]))
+@compressors.register(
+    "rotated",
+    About(
+        family="quantization",
+        adam=True,
+        tests=[{"bits": 2, "shared_rotation": True}],
+        errors=[*({"bits": bits} for bits in (2, 3, 4)), {"bits": 4, "shared_rotation": True}],
+    ),
+)
 @dataclass(frozen=True)
 class Rotated(RotatedQuantizer):
     r"""Stochastic rotated quantization: a random rotation, then stochastic rounding to evenly spaced levels.
@@ -19,11 +27,14 @@ class Rotated(RotatedQuantizer):
     R is a random rotation of `block_size` consecutive elements: random signs and a Hadamard transform, twice; the
     signs differ between ranks and steps. It makes the largest of d elements about sqrt(2 ln d / d) |x|, so the 2^b
     levels, at a distance of \delta = 2 / (2^b - 1), lie closer. b is `bits`, from 1 to 4. Unbiased. A block sends one
-    float of the working dtype. The last block is filled with zeros to a power of two.
+    float of the working dtype. The last block is filled with zeros to a power of two. With `shared_rotation`, all ranks
+    draw the same signs, so that the sum of all Q(y) is rotated back at once. They still round on their own, so that the
+    error of the mean of N ranks is 1 / N of the error below in both cases.
 
     Error: 0.043 |x|^2 for normal x; 1.1 |x|^2 with `bits=2`. It is the same for all x.
 
-    Cost: two transforms of log2(d) stages in the cache per rank, one random number per element, and bit packing.
+    Cost: a rotation, which is two transforms of log2(d) stages in the cache, to encode, and one for each rank to merge,
+    or one for all with `shared_rotation`; one random number per element, and bit packing.
 
     When: to compare with `eden`, which is more exact at the same bits.
 
