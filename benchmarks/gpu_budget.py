@@ -16,6 +16,7 @@ from grace.bench.codec import LocalStep, make_unit
 from grace.core.codecs.signs import binarize_means, sign_mean
 from grace.core.config.registry import compressors
 from grace.core.ops import get_ops, native
+from grace.core.optim.moments import limited_sum, masked_sum
 from grace.core.wire.lanes import pack_lanes, unpack_lanes
 
 ELEMENTS, SHOWN, STEPS, RANKS = 1_000_000, 25_000_000, 3, 2
@@ -214,6 +215,9 @@ def others(ops, counter):
     counter.method = "uniform by allreduce"
     words = pack_lanes(ops, ops.zeros(ELEMENTS, "int8"), ELEMENTS, 3)
     unpack_lanes(ops, words, ELEMENTS, 3)
+    counter.method, x = "OneBitAdam", ops.zeros(ELEMENTS, "float32")
+    limited_sum(ops, x, 0.9, x, 0.1, x, 1.0)
+    masked_sum(ops, x, 1.0, x, -0.001, x)
     counter.method = "eden, shared"
     local = LocalStep(make_unit("eden", ELEMENTS, shared_rotation=True), ops, RANKS)
     given = gradients(np.random.default_rng(0))
