@@ -151,7 +151,7 @@ class GraphStep:
     def _count(self, sent: Sequence[Any], handed: Sequence[tuple[Kind, Any]]) -> None:
         """Count bytes that this rank sends at a meeting, and those that it hands to collectives."""
         if self._exchange.config.outer is not None:
-            on_links = [tf.cast(x, tf.float64) * float(copies(kind, self._transport.size)) for kind, x in handed]
+            on_links = [tf.cast(x, tf.float64) * float(copies(kind, self.transport.size)) for kind, x in handed]
             self.traffic.assign_add([sum(tf.cast(x, tf.float64) for x in sent), sum(on_links)])
 
     def _of_partner(self, x: tf.Tensor, pairing: tf.Tensor, name: str) -> tf.Tensor:

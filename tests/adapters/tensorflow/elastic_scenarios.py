@@ -117,7 +117,7 @@ def elastic(way: str) -> dict[str, Any]:
         run.train(2, start=3, callbacks=callbacks)
         results["committed"] = state.batch
         results["weights"] = digest(run.model.weights)
-        results["names"] = run.exchange._step._transport._prefix
+        results["names"] = run.exchange._step.transport._prefix
     results["told"] = records.texts
     return results
 
