@@ -143,7 +143,7 @@ def test_the_table_of_papers_has_them_all():
     expected = "DoubleSqueeze, dist-EF-SGD, DORE, 1-bit Adam, STC, Ok-Topk, SparCML, gTop-k, HiTopKComm, ZeRO++, EF21, "
     expected += "LAG, LAQ, CLAG, LE-SignGD, AQG, AdaCGD, EC-SGD-DIANA, MARINA, QSVRG, VR-DIANA, EC-LSVRG, EF21-SGDM, "
     expected += "dist-EF-blockSGD, GMC, ECQ-SGD, LoCo, SEGA, FedZip, C-Coll, parameter server, Optimus-CC, Byz-EF21, "
-    expected += "coordinate-wise median, trimmed mean, IBCD"
+    expected += "coordinate-wise median, trimmed mean, FedDLR, IBCD"
     assert list(papers()) == expected.split(", ")
 
 

@@ -1,10 +1,11 @@
-"""Eckart and Young, "The approximation of one matrix by another of lower rank", Psychometrika 1936."""
+"""Eckart and Young, "The approximation of one matrix by another of lower rank", Psychometrika 1936; FedDLR."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+import grace
 from grace.testing.harness import learnt
 from tests.papers.common import OPS, exchange, make, normal, send, simulate, spec, step
 
@@ -44,3 +45,30 @@ def test_the_triples_of_all_ranks_are_added():
     xs = [normal(24 * 40, rank).reshape(SHAPE) for rank in range(3)]
     alone = [send(make("truncatedsvd", compress_rank=2), x.ravel(), shape=SHAPE) for x in xs]
     assert np.allclose(step(sim, xs).ravel(), np.mean(alone, axis=0), rtol=1e-4, atol=1e-5)
+
+
+def cut(x, rank):
+    """Return the best matrix of a rank."""
+    u, s, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("second", [None, {"name": "truncatedsvd", "compress_rank": 1}, {"name": "qsgd"}])
+def test_both_ends_send_the_best_matrix_of_their_rank(second, ranks):
+    """FedDLR: a server, which is one rank here, cuts the mean of what the others have cut, and sends it back."""
+    config = {"compressor": {"name": "truncatedsvd", "compress_rank": 4}, "memory": "none", "default_rules": False}
+    communicator = {"name": "two_shot", "second": second, "shard_memory": "none"}
+    sim = grace.Simulation(ranks, {"w": SHAPE, "v": SHAPE}, config, communicator=communicator)
+    given = [{"w": normal(24 * 40, i).reshape(SHAPE), "v": normal(24 * 40, 9 - i).reshape(SHAPE)} for i in range(ranks)]
+    first, *others = sim.step(given)
+    assert all(np.array_equal(first[name], other[name]) for other in others for name in first)
+    for name, found in first.items():
+        mean = sum(cut(x[name], 4) for x in given) / ranks
+        if second == {"name": "qsgd"}:
+            # 127 levels of the norm of each bucket of 512 elements.
+            bounds = np.array([np.linalg.norm(part) for part in np.split(mean.ravel(), [512])]) / 127
+            assert (np.abs(found - mean).ravel() <= np.repeat(bounds, [512, 24 * 40 - 512]) + 1e-5).all()
+        else:
+            assert np.allclose(found, cut(mean, second["compress_rank"] if second else 4), atol=1e-4)
+    assert [unit.spec.shape for unit in sim.run.plan.units] == [SHAPE, SHAPE]

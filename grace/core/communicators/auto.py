@@ -146,6 +146,8 @@ def _obstacle(communicator: Communicator, method: Method) -> str | None:
             return "the memory must receive the mean of what all ranks have sent"
         if "tensor" in method.memory.needs:
             return "the memory needs whole tensors"
+        if not method.compressor.flat:
+            return "it needs a whole tensor, and whole tensors do not spread evenly over their owners"
         if obstacle := communicator.obstacle(method.compressor):
             return obstacle
         if (error := error_of_normal(method.compressor)) > _FREE_ERROR:

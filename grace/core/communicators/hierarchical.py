@@ -249,5 +249,5 @@ def _why_not_between(compressor: Compressor) -> str | None:
 def _why_not_within(within: Compressor) -> str | None:
     if memories.make(within.default_memory).feeds_back:
         return f"{within} needs error feedback, and within a node there is none"
-    reason = why_not_second(within)
+    reason = why_not_second(within) if within.flat else "it needs a whole tensor, and shards are parts of tensors"
     return reason and f"{within} cannot compress within a node: {reason}"

@@ -24,7 +24,7 @@ from grace.core.transport import collectives
 from grace.core.transport.collectives import Program
 from grace.core.wire.layout import GatherLayout, Received, decode_rows
 
-_EXAMPLE = TensorSpec("example", (1024,))
+_EXAMPLE = TensorSpec("example", (32, 32))
 
 
 @communicators.register("two_shot")
@@ -34,9 +34,10 @@ class TwoShot(Communicator):
 
     Formula: m_j = \mathrm{mean}_i\, C(x_{ij}), \quad g_j = C'(m_j)
 
-    Every unit is cut into one shard per rank. The ranks trade their compressed shards; the owner of shard j averages
-    what it gets, compresses the mean m_j again by C' and sends it to all ranks. A rank sends 2 (N - 1) / N payloads.
-    With gathering, every rank receives N - 1 payloads. What C' drops stays with the owner, in `shard_memory`, and is
+    Every unit is cut into one shard per rank; if its compressor or memory needs whole tensors, one rank owns all of it.
+    The ranks trade their compressed shards; the owner of shard j averages what it gets, compresses the mean m_j again
+    by C' and sends it to all ranks. A rank sends 2 (N - 1) / N payloads. With gathering, every rank receives N - 1
+    payloads. What C' drops stays with the owner, in `shard_memory`, and is
     added to the mean of the next step.
 
     `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
@@ -75,7 +76,10 @@ class TwoShot(Communicator):
             )
 
     def obstacle(self, compressor: Compressor) -> str | None:
-        return _why_not_first(compressor) or why_not_second(self.second or compressor)
+        second = self.second or compressor
+        if compressor.flat and not second.flat:
+            return "the compressor of the mean needs a whole tensor, and shards are parts of tensors"
+        return _why_not_first(compressor) or why_not_second(second)
 
     def memory_obstacle(self, memory: Memory) -> str | None:
         if apart := merging_obstacle(memory):
@@ -107,7 +111,7 @@ class TwoShot(Communicator):
         for unit in units:
             # Units with fewer shards than there are ranks do not all begin with rank 0.
             first = zlib.crc32(unit.spec.name.encode())
-            # A memory that needs the whole tensor keeps it: one rank owns all of it.
+            # A compressor or memory that needs the whole tensor keeps it: one rank owns all of it.
             for number, shard in enumerate(shards(unit, ranks.size) if unit.flat else [unit], first):
                 divided.append(dataclasses.replace(shard, onward=self._onward(shard, (number % ranks.size,))))
         return divided
@@ -201,8 +205,6 @@ def keeps_state(compressor: Compressor) -> bool:
 def _why_not_first(compressor: Compressor) -> str | None:
     if compressor.summable:
         return "its payloads can be added, so that they need not be compressed a second time"
-    if not compressor.flat:
-        return "it needs a whole tensor, and shards are parts of tensors"
     if keeps_state(compressor):
         return "it learns from the payloads of all ranks, and these come only to the owner of a shard"
     return None
@@ -210,8 +212,6 @@ def _why_not_first(compressor: Compressor) -> str | None:
 
 def why_not_second(compressor: Compressor) -> str | None:
     """Return the reason why it cannot compress a mean that one rank owns; None if it can."""
-    if not compressor.flat:
-        return "the compressor of the mean needs a whole tensor"
     if proposed_fields(compressor, _EXAMPLE):
         return "the compressor of the mean negotiates, and the owner of a shard is alone"
     if any(not f.wire for f in compressor.wire(_EXAMPLE)):
