@@ -32,7 +32,7 @@ class Auto(Watch):
     It begins without compression and measures some steps, the link, and the codecs of candidates. It takes the gentlest
     configuration near the fastest one of no or low risk, measures it as well, and goes back if `none` was faster. Then
     it compares the steps with the measured ones. If they differ, or now and then, it looks at the link, and decides
-    again if that has changed by half.
+    again if that or the steps have changed.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -107,6 +107,7 @@ class Auto(Watch):
     def _compare(self) -> None:
         """Look at the link if the steps have changed, or after some time."""
         assert self._figures is not None
+        assert self._label is not None
         figures, period = self._figures, self._everyones_period()
         self._reference, self._skipped = self._reference or period, _STEPS
         self._looks += 1
@@ -116,12 +117,16 @@ class Auto(Watch):
         self._looks = 0
         link = measure_link(self.exchange) if self._link_seems_other(period) else figures.link
         factor = self._seconds(link) / self._seconds(figures.link)
-        if 1 / _LINK_CHANGED < factor < _LINK_CHANGED:
-            # Batches or the machine have changed.
-            figures.compute = max(figures.compute + period - self._reference, 0.0)
-            self._reference = period
+        lacking = period - figures.seconds(self._label, link)
+        if not 1 / _LINK_CHANGED < factor < _LINK_CHANGED:
+            # Steps that are shorter than the new link lets expect may have been taken before it changed.
+            figures.link, lacking = link, max(lacking, 0.0)
+        elif not changed:
             return
-        figures.link, self._known = link, {}
+        # What the link does not explain is that of batches or of the machine, and remains with every candidate.
+        figures.compute = max(figures.compute + lacking, 0.0)
+        # The present steps were measured: a link that only seemed slow, in a noisy moment, is no reason to leave them.
+        self._known = {self._label: period}
         self._decide()
 
     def _seconds(self, link: Link) -> float:

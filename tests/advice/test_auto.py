@@ -128,6 +128,38 @@ def test_longer_steps_over_the_same_link_are_no_reason_to_change(monkeypatch):
     assert job.figures.compute == pytest.approx(compute + 0.03, rel=0.01)
 
 
+def test_a_link_that_only_seems_slow_is_no_reason_to_change(monkeypatch):
+    job = Job(monkeypatch)
+    job.train(30)
+    # A noisy moment: the next look finds a slow link, and later ones the true one.
+    found = iter([SLOW])
+    monkeypatch.setattr(auto, "measure_link", lambda exchange: next(found, FAST))
+    monkeypatch.setattr(Auto, "_link_seems_other", lambda auto, period: next(looks))
+    looks = itertools.chain([True], itertools.repeat(False))
+    job.extra = dict.fromkeys(changes(), 0.006)
+    job.train(20)
+    assert job.figures.link == SLOW
+    assert set(job.methods) == {"none"}
+    looks = itertools.repeat(True)
+    job.train(100)
+    assert job.figures.link == FAST
+    assert set(job.methods) == {"none"}
+
+
+def test_a_link_that_falls_during_a_comparison_is_noticed_in_the_next_one(monkeypatch):
+    job = Job(monkeypatch)
+    job.train(30)
+    # The steps of the comparison were still fast, while the link that it measures is slow already.
+    monkeypatch.setattr(auto, "measure_link", lambda exchange: SLOW)
+    monkeypatch.setattr(Auto, "_link_seems_other", lambda auto, period: auto._figures.link != SLOW)
+    while job.figures.link == FAST:
+        job.train(1)
+    assert job.label == "none"
+    job.link = SLOW
+    job.train(50)
+    assert job.label != "none"
+
+
 def test_change_ends_auto(monkeypatch):
     job = Job(monkeypatch)
     job.simulation._change({"compressor": "fp16"}, auto=True)
