@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import grace
+from grace.core.communicators.pairs import pair_of
 from grace.core.config.outer import PRESETS, OuterSteps, make_outer
 from grace.core.config.registry import outer_optimizers
 from grace.core.errors import ConfigError, IncompatibleError, StateError, StepError
@@ -611,6 +612,91 @@ def test_quantized_changes_of_some_or_all_ranks_are_fedpaq_and_pqasgd(participat
             bound = sum(np.linalg.norm(own[r][name] - before[name]) for r in inside) / len(inside) / 127
             apart = np.abs(found - sum(own[r][name] for r in inside) / len(inside))
             assert (apart <= bound + 1e-6).all(), name
+
+
+def mixing(kind, ranks, step):
+    """Return the matrix W of cooperative SGD: weight `[i, j]` of what rank j brings in what rank i goes on with."""
+    if kind == "average":
+        return np.full((ranks, ranks), 1 / ranks)
+    matrix = np.zeros((ranks, ranks))
+    for rank in range(ranks):
+        pair = pair_of(rank, ranks, 0, step)
+        matrix[rank, list(pair)] = 1 / len(pair)
+    return matrix
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "outer"),
+    [("average", {"every": 3}), ("pairs", {"every": 3, "lr": 1.0, "pairs": True})],
+)
+def test_local_steps_with_a_mixing_matrix_are_cooperative_sgd(kind, outer, ranks):
+    """X <- (X - lr G) W every few steps. Elastic averaging is its third case, and has a test of its own."""
+    training = Training(outer, ranks=ranks)
+    expected = [{name: x.astype(np.float64) for name, x in training.start.items()} for _ in range(ranks)]
+    for step in range(1, 13):
+        training.step()
+        for rank, own in enumerate(expected):
+            for name, x in own.items():
+                own[name] = x - training.rate * (x - draw(SHAPES[name], rank, step - 1))
+        if step % 3 == 0:
+            matrix = mixing(kind, ranks, step // 3 - 1)
+            assert np.allclose(matrix.sum(axis=0), 1)
+            expected = [
+                {name: sum(share * own[name] for share, own in zip(row, expected, strict=True)) for name in SHAPES}
+                for row in matrix
+            ]
+        for rank, own in enumerate(expected):
+            assert_close(training.values(rank), own, 1e-5)
+
+
+def test_rotated_random_parts_of_the_changes_are_those_of_konecny():
+    """Local steps, a random mask, a rotation and one bit per value: without bias, and in 1/25 of the bits."""
+    method = {
+        "name": "chain",
+        "sparsifier": {"name": "randomk", "compress_ratio": 0.25},
+        "quantizer": {"name": "rotated", "bits": 1},
+    }
+    shape, runs = {"w": (64, 32)}, []
+    for seed in range(300):
+        config = {"compressor": method, "memory": "none", "default_rules": False, "seed": seed}
+        training = Training({"every": 4, "lr": 4.0}, config, ranks=3, shapes=shape)
+        training.step(4)
+        runs.append(training.values()["w"] - training.start["w"])
+    training = Training({"every": 4}, ranks=3, shapes=shape)
+    training.step(4)
+    moved, mean, spread = training.values()["w"] - training.start["w"], np.mean(runs, axis=0), np.std(runs, axis=0)
+    apart = (mean - moved) / (spread / np.sqrt(len(runs)))
+    assert spread.min() > 0
+    assert np.abs(apart).max() < 5.5
+    assert abs(apart.mean()) < 5 / np.sqrt(apart.size)
+    assert np.linalg.norm(mean - moved) < 0.3 * np.linalg.norm(moved)
+
+
+def test_rare_meetings_send_less_and_go_on_with_the_residual():
+    """The co-design of frequency and compression: light at first, then signs of what rare meetings bring."""
+    config = {
+        "compressor": {"name": "topk", "compress_ratio": 0.25},
+        "default_rules": False,
+        "granularity": "layer",
+        "schedule": [{"step": 4, "compressor": "efsignsgd", "memory": "residual"}],
+    }
+    training = Training({"every": {0: 2, 8: 6}}, config, ranks=3)
+    moved, sizes = {name: np.zeros(shape) for name, shape in SHAPES.items()}, []
+    for step in range(1, 27):
+        for rank, own in enumerate([training.values(rank) for rank in range(3)]):
+            for name, x in own.items():
+                moved[name] += (training.inner(rank, name, x, step - 1).astype(np.float64) - x) / 3
+        training.step()
+        if training.equal_tensors() == set(SHAPES):
+            sizes.append((step, training.sim.stats()["wire_bytes"]))
+    assert [step for step, _ in sizes] == [2, 4, 6, 8, 14, 20, 26]
+    assert sizes[4][1] < 0.3 * sizes[3][1]
+    # Nothing is lost at the switch: what all have moved is what has come, and what they hold back with the other sign.
+    behind = {name: sum(own[name] for own in held_back(training)) / 3 for name in SHAPES}
+    assert max(np.abs(x).max() for x in behind.values() if x.size) > 0.1
+    for name, x in training.values().items():
+        np.testing.assert_allclose(x - training.start[name], moved[name] + behind[name], rtol=0, atol=1e-5)
 
 
 @every_framework
