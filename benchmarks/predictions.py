@@ -39,7 +39,7 @@ from grace.bench.step.models_torch import MODELS
 from grace.bench.step.run import Setting, measure
 from grace.core.config.config import make_config
 from grace.core.config.registry import compressors
-from grace.core.spec import TensorSpec
+from grace.core.spec import Ranks, TensorSpec
 from grace.machine import processor
 
 MODEL_NAMES = ("mlp", "vgg", "transformer")
@@ -140,7 +140,8 @@ def predicted(cell, compute, parts, specs, codecs, constants):
         found, codec = ddp_buckets(specs, passes.ready), 1.0
     else:
         config = make_config({**compressors.needed(cell.method), "compressor": cell.method})
-        found = buckets(specs, config, cell.ranks, codecs.of(config, cell.ranks), passes.ready)
+        ranks = Ranks(cell.ranks, 1)
+        found = buckets(specs, config, ranks, codecs.of(config, ranks), passes.ready)
         codec = constants.codec
     # A bucket's gradients are copied before and after, beside its codec.
     copying = constants.copying * 4 * sum(spec.numel for spec in specs) / len(found) / 2
@@ -193,7 +194,7 @@ def main():
     parts = {model: parts_of(model) for model in arguments.models}
     # All codecs are measured before the ranks start, on an idle machine.
     for method, n in itertools.product(METHODS[1:], (CALIBRATED, *arguments.ranks)):
-        codecs.of(make_config({**compressors.needed(method), "compressor": method}), n)
+        codecs.of(make_config({**compressors.needed(method), "compressor": method}), Ranks(n, 1))
     known = measured(arguments.models, arguments.links, (CALIBRATED,))
     fitting = [model for model in arguments.models if model not in HELD_OUT]
     # What ranks on one core cost each other does not depend on the link.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
 from grace.advice.model import Link, Machine, Step, break_even, predict
 from grace.advice.watch import Watch
+from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.recommended import Optimizer
 from grace.core.errors import ConfigError, IncompatibleError, StepError
 from grace.core.observe.announcement import in_units
@@ -140,8 +142,12 @@ class Advice:
 class Figures:
     """The measurements of all ranks, merged: the means of their times. They make the rows of advice."""
 
-    def __init__(self, exchange: Exchange, everyone: Sequence[Mapping[str, Any]], link: Link) -> None:
+    def __init__(
+        self, exchange: Exchange, everyone: Sequence[Mapping[str, Any]], link: Link, inside: Link | None = None
+    ) -> None:
         self._exchange, self.link, self.ranks = exchange, link, exchange.size
+        #: What joins the ranks of a node; None if the ranks are on one node, or if it is not known on which.
+        self.inside = inside
         self.period = _mean(rank["period"] for rank in everyone)
         self.band = tuple(_mean(rank["band"][i] for rank in everyone) for i in (0, 1))
         self.exposed = _mean(rank["exposed"] for rank in everyone)
@@ -185,13 +191,15 @@ class Figures:
         """Return the step with a candidate; what is computed outside of the backward pass counts as its update."""
         plan, codec = self._plans[label], self.codecs.get(label, {})
         modules = self._exchange._modules_for(self._exchange.ranks)
-        buckets = buckets_of(plan, self.ready, codec, self.ranks, modules, waits=self.waits)
+        buckets = buckets_of(plan, self.ready, codec, self._exchange.ranks, modules, waits=self.waits)
         backward = max(self.ready.values(), default=0.0)
         return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets))
 
     def machine(self, link: Link) -> Machine:
-        """Return the ranks with a link between any two of them: it was measured with all of them at once."""
-        return Machine(self.ranks, link)
+        """Return the ranks with a link between any two of them, or between any two nodes."""
+        if self.inside is None:
+            return Machine(self.ranks, link)
+        return Machine(self.ranks, link, _local_size(self._exchange), self.inside)
 
     def seconds(self, label: str, link: Link) -> float:
         """Return the predicted seconds of a step with a candidate over a link."""
@@ -265,6 +273,38 @@ def measure_link(exchange: Exchange, sizes: Sequence[int] = SIZES) -> Link:
     return Link(*map(_mean, zip(*exchange.everyone(mine, "advice", "the link"), strict=True)))
 
 
+def measure_inside(exchange: Exchange) -> Link | None:
+    """Measure the link within each node as hierarchical uses it, by alltoalls of all ranks; all of them must call it.
+
+    The result is None if the ranks are on one node, or alone on theirs, or if it is not known where they are.
+    """
+    local_size = _local_size(exchange)
+    if local_size < 2 or local_size == exchange.size:
+        return None
+    ops, node, points = exchange._ops(exchange._specs[0].device), exchange.rank // local_size, []
+    for nbytes in SIZES:
+        part = ops.zeros(nbytes // 4 // local_size, "float32")
+        buffers = [part if rank // local_size == node else part[:0] for rank in range(exchange.size)]
+        seconds = []
+        for number in range(2 * probe.LEAST):
+            begin = time.perf_counter()
+            # There and back, as in an allreduce.
+            for way in ("there", "back"):
+                name = f"grace/inside/{nbytes}/{number}/{way}"
+                float(exchange.transport.alltoall(buffers, name=name).wait()[0])
+            seconds.append(time.perf_counter() - begin)
+        mean = _mean(exchange.everyone(statistics.median(seconds), "advice", "the link within a node"))
+        points.append(probe.point(nbytes, mean, local_size))
+    return Link(*probe.fit(points, local_size))
+
+
+def _local_size(exchange: Exchange) -> int:
+    """Return the number of ranks on a node, as hierarchical was told it or as the launcher says; 0 if unknown."""
+    used = (item.communicator for item in exchange.plan.exchanged)
+    told = (each.ranks_per_node(exchange.ranks) for each in used if isinstance(each, Hierarchical))
+    return next(told, exchange.ranks.local_size)
+
+
 def advise(exchange: Exchange, steps: int) -> Advice | None:
     """Begin to watch an exchange, or return the advice if so many steps were seen; see `Exchange.advise`."""
     where = f"{exchange.called}.advise"
@@ -288,9 +328,9 @@ def advise(exchange: Exchange, steps: int) -> Advice | None:
 def measure(watch: Watch) -> Figures:
     """Return what all ranks have measured; all of them must call it between the same two steps."""
     exchange = watch.exchange
-    link = measure_link(exchange)
+    link, inside = measure_link(exchange), measure_inside(exchange)
     mine = watch.figures({k: c for k, c in candidates(exchange.config).items() if k != NONE})
-    return Figures(exchange, exchange.everyone(mine, "advice", "the measurements for advice"), link)
+    return Figures(exchange, exchange.everyone(mine, "advice", "the measurements for advice"), link, inside)
 
 
 def _mean(values: Iterable[float]) -> float:

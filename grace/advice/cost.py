@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from grace.advice.model import Bucket, Round
+from grace.advice.model import Bucket, Round, Scope
 from grace.bench.framework import Framework
-from grace.core.config.config import Config
+from grace.core.communicators.hierarchical import Hierarchical
+from grace.core.config.config import Config, Method
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError
+from grace.core.methods.communicator import Communicator
 from grace.core.plan import plan as plans
 from grace.core.plan.unit import Assignment, Unit
 from grace.core.session.simulation import Simulation, poll_all
@@ -22,8 +26,8 @@ SIZES = (1 << 13, 1 << 20)
 # Up to the first number of ranks, all of them are simulated. The cost on more goes on as from the first to the second.
 RANKS = (4, 8)
 REPETITIONS = (30, 4)
-# Payloads have as many bytes on more ranks, and a plan for thousands of them would have as many shards.
-_PLANNED = Ranks(2)
+# Payloads have as many bytes on more nodes, and a plan for thousands of them would have as many shards.
+_NODES = 2
 # Bytes of DDP's buckets: the first one, and all others.
 DDP_BYTES = (1 << 20, 25 << 20)
 
@@ -50,6 +54,11 @@ class Codec(NamedTuple):
     bytes: float
     error: float
 
+    @property
+    def whole(self) -> Cost:
+        """The work before and after."""
+        return Cost(*map(sum, zip(self.before, self.after, strict=True)))
+
 
 class Codecs:
     """The costs of codecs in this process, each measured when it is first asked for, with gradients of a framework.
@@ -61,11 +70,26 @@ class Codecs:
         self._framework, self._sizes = framework, sizes
         self._known: dict[tuple[Config, int], Codec] = {}
 
-    def of(self, config: Config, ranks: int) -> Codec:
+    def of(self, config: Config, ranks: Ranks) -> Codec:
         """Return the work of a rank for its part of a step: codec, feedback, route, and Python per tensor.
 
-        Beyond the most ranks that are simulated, times grow as between the last two, at most in proportion.
+        Beyond the most ranks that are simulated, times grow as between the last two, at most in proportion. With the
+        communicator hierarchical, a rank has a share of what the nodes exchange.
         """
+        inner = _in_place_of_nodes(config, lambda found: found.between or communicators.make("auto"))
+        if inner == config or ranks.local_size == 1:
+            return self._beyond(inner, ranks.size)
+        two = self._measured(inner, 2)
+        pairs = self._measured(_in_place_of_nodes(config, lambda found: dataclasses.replace(found, local_size=2)), 4)
+        # In two nodes of two ranks, a rank has half of the exchange of two.
+        fixed = max(0.0, pairs.after.fixed - two.whole.fixed)
+        element = max(0.0, pairs.after.element - two.whole.element / 2)
+        if ranks.size > ranks.local_size:
+            nodes = self._beyond(inner, ranks.size // ranks.local_size).whole
+            fixed, element = fixed + nodes.fixed, element + nodes.element / ranks.local_size
+        return Codec(pairs.before, Cost(fixed, element), two.bytes, pairs.error)
+
+    def _beyond(self, config: Config, ranks: int) -> Codec:
         few, many = RANKS
         if ranks <= few:
             return self._measured(config, ranks)
@@ -125,39 +149,95 @@ def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, f
 
 
 def buckets(
-    specs: Sequence[TensorSpec], config: Config, ranks: int, codec: Codec, ready: Mapping[str, float]
+    specs: Sequence[TensorSpec], config: Config, ranks: Ranks, codec: Codec, ready: Mapping[str, float]
 ) -> list[Bucket]:
     """Return the buckets that the tensors have with a configuration on so many ranks.
 
     `ready` has the seconds after which each gradient is there. Raises ConfigError for a communicator of which the model
-    does not know what it sends.
+    does not know what it sends, and for a `local_size` of hierarchical that is not that of the ranks.
     """
-    names = {spec.name: _communicator(spec, config, ranks) for spec in specs}
-    if unknown := sorted({*names.values()} - LAWS.keys()):
+    carried = {spec.name: _communicator(spec, config, ranks) for spec in specs}
+    if unknown := sorted({law_of(each) for each in carried.values()} - LAWS.keys()):
         raise ConfigError(f"the cost model does not know the communicator {unknown[0]}; it knows {', '.join(LAWS)}.")
-    plan = plans.make_plan(specs, config, ranks=_PLANNED)
+    nodes = [each for each in carried.values() if isinstance(each, Hierarchical)]
+    local_size = nodes[0].ranks_per_node(ranks) if nodes else 1
+    if nodes and local_size != ranks.local_size:
+        raise ConfigError(
+            f"communicator hierarchical: expected local_size {ranks.local_size}, the ranks on a node here, received "
+            f"{local_size}; leave it out."
+        )
+    planned = Ranks(_NODES * local_size, local_size)
+    plan = _plan(tuple(specs), config, planned)
     found = []
     for bucket in plan.buckets:
-        compressed = [unit for unit in bucket.units if not unit.dense]
+        item = plan.assignment_of[bucket.units[0].pieces[0].tensor]
         # Planned for fewer ranks, a bucket may have another communicator.
-        name = names[bucket.units[0].pieces[0].tensor] if compressed else "allreduce"
-        numel = sum(unit.spec.numel for unit in compressed)
-        rounds = rounds_of(bucket, name, sum(_payload(unit, codec) for unit in bucket.units), ranks)
+        communicator = item.communicator if item.dense else carried[item.spec.name]
+        units = exchanged_units(bucket, communicator)
+        sent = sum(_payload(unit, codec) * share(unit, planned) for unit in units)
         at = max(ready[piece.tensor] for unit in bucket.units for piece in unit.pieces)
-        # Planned for two ranks, each unit of two_shot has two shards.
-        count = sum(0.5 if unit.onward else 1.0 for unit in compressed)
+        compressed = [] if item.dense else units
+        # Of two_shot, each rank has a shard.
+        count = sum(1 / planned.size if unit.onward else share(unit, planned) for unit in compressed)
+        numel = sum(unit.spec.numel for unit in compressed)
         before, after = (part.seconds(count, numel) for part in (codec.before, codec.after))
-        found.append(Bucket(at, before, after, rounds))
+        found.append(Bucket(at, before, after, rounds_of(bucket, communicator, sent, ranks)))
     return found
 
 
-def rounds_of(bucket: plans.Bucket, communicator: str, nbytes: float, ranks: int) -> tuple[Round, ...]:
-    """Return the rounds of a bucket with payloads and proposals of so many bytes; LAWS must have its communicator."""
-    dense = sum(unit.spec.nbytes for unit in bucket.units)
+@lru_cache(maxsize=32)
+def _plan(specs: tuple[TensorSpec, ...], config: Config, ranks: Ranks) -> plans.Plan:
+    # The same for all numbers of nodes.
+    return plans.make_plan(specs, config, ranks=ranks)
+
+
+def exchanged_units(bucket: plans.Bucket, communicator: Communicator) -> list[Unit]:
+    """Return the units that all ranks exchange, or with hierarchical the nodes."""
+    of_nodes = isinstance(communicator, Hierarchical)
+    return [unit.onward if of_nodes and unit.onward else unit for unit in bucket.units]
+
+
+def share(unit: Unit, ranks: Ranks) -> float:
+    """Return the part of the ranks that exchange a unit."""
+    return 1.0 if unit.owners is None else len(unit.owners) / ranks.size
+
+
+def bytes_within(bucket: plans.Bucket, communicator: Communicator) -> float:
+    """Return the bytes of a bucket that a rank sends to the ranks of its node, of which it keeps its own part."""
+    if not isinstance(communicator, Hierarchical):
+        return 0.0
+    return float(sum(unit.spec.nbytes if unit.wire_bytes is None else unit.wire_bytes for unit in bucket.units))
+
+
+def rounds_of(bucket: plans.Bucket, communicator: Communicator, sent: float, ranks: Ranks) -> tuple[Round, ...]:
+    """Return the rounds of a bucket of which a rank sends so many bytes of payloads and proposals.
+
+    With hierarchical these are those for other nodes. LAWS must have the communicator.
+    """
+    units = exchanged_units(bucket, communicator)
+    dense, proposed = float(sum(u.spec.nbytes for u in units)), float(sum(u.negotiated_bytes for u in units))
+    if not isinstance(communicator, Hierarchical):
+        return _rounds(law_of(communicator), sent - proposed, proposed, dense, ranks.size, "all")
+    local_size, within = communicator.ranks_per_node(ranks), bytes_within(bucket, communicator)
+    if local_size == ranks.size:
+        return _rounds(law_of(bucket.units[0].communicator), within, 0.0, dense, ranks.size, "all")
+    own, proposed, dense = within / local_size, proposed / local_size, dense / local_size
+    nodes = ranks.size // local_size
+    between = _rounds(law_of(communicator), sent - proposed, proposed, dense, nodes, "nodes")
+    return (Round("alltoall", within - own, "node"), *between, Round("allgather", own, "node"))
+
+
+def _rounds(law: str, payload: float, proposed: float, dense: float, ranks: int, scope: Scope) -> tuple[Round, ...]:
+    rounds = tuple(Round(*each, scope) for each in LAWS[law](payload, ranks, dense))
     # Proposals are summed in a round of their own, before anything is compressed.
-    proposed = float(sum(unit.negotiated_bytes for unit in bucket.units))
-    rounds = tuple(Round(*each) for each in LAWS[communicator](nbytes - proposed, ranks, dense))
-    return (Round("allreduce", proposed), *rounds) if proposed else rounds
+    return (Round("allreduce", proposed, scope), *rounds) if proposed else rounds
+
+
+def law_of(communicator: Communicator) -> str:
+    """Return the name under which LAWS has what a communicator sends, with hierarchical between nodes."""
+    if isinstance(communicator, Hierarchical) and communicator.between is not None:
+        communicator = communicator.between
+    return communicator.external_name or communicators.name_of(communicator)
 
 
 def ddp_buckets(specs: Sequence[TensorSpec], ready: Mapping[str, float]) -> list[Bucket]:
@@ -182,10 +262,21 @@ def _payload(unit: Unit, codec: Codec) -> float:
     return unit.spec.numel * codec.bytes if sent is None else float(sent)
 
 
-def _communicator(spec: TensorSpec, config: Config, ranks: int) -> str:
+def _communicator(spec: TensorSpec, config: Config, ranks: Ranks) -> Communicator:
     rule = config.rule_for(spec)
     item = Assignment(spec, rule.method if rule else config.method, index_coding=config.index_coding)
-    return communicators.name_of(item.method.communicator.resolve(item, Ranks(ranks))[0])
+    return item.method.communicator.resolve(item, ranks)[0]
+
+
+def _in_place_of_nodes(config: Config, other: Callable[[Hierarchical], Communicator]) -> Config:
+    """Return a configuration with other communicators in place of hierarchical."""
+
+    def changed(method: Method) -> Method:
+        found = method.communicator
+        return dataclasses.replace(method, communicator=other(found)) if isinstance(found, Hierarchical) else method
+
+    rules = tuple(dataclasses.replace(rule, method=changed(rule.method)) for rule in config.rules)
+    return dataclasses.replace(config, method=changed(config.method), rules=rules)
 
 
 # What each rank hands to the collectives of a bucket, by the communicator: kinds and bytes, from the bytes of its

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grace.advice.cost import LAWS, ddp_buckets, rounds_of
+from grace.advice.cost import LAWS, bytes_within, ddp_buckets, exchanged_units, law_of, rounds_of, share
 from grace.advice.model import Bucket, Round
-from grace.core.config.registry import communicators
+from grace.core.communicators.two_shot import TwoShot
 from grace.core.observe.timeline import tensors_of
 from grace.core.plan.plan import Modules, Plan
+from grace.core.spec import Ranks
 
 
 def buckets_of(
     plan: Plan,
     ready: Mapping[str, float],
     codec: Mapping[str, Any],
-    ranks: int,
+    ranks: Ranks,
     modules: Modules | None = None,
     *,
     waits: bool = False,
@@ -26,29 +27,32 @@ def buckets_of(
     `ready` has the seconds from the first gradient of a step to each. `codec` has the seconds per unit, "fixed", and
     per element, "element"; half of it comes before a collective. Tensors that the library reduces itself are taken in
     the buckets of DDP, or by the modules that FSDP reduces. If the backward pass `waits` for each exchange, they form
-    one bucket after it. The link of a job is one between any two ranks, so a hierarchical exchange counts as two_shot.
+    one bucket after it. A communicator without a law counts as two_shot.
     """
     found = []
     for bucket in plan.buckets:
-        compressed = [unit for unit in bucket.units if not unit.dense]
-        work = sum(codec.get("fixed", 0.0) + codec.get("element", 0.0) * unit.spec.numel for unit in compressed)
-        communicator = bucket.units[0].communicator
-        name = communicator.external_name or communicators.name_of(communicator)
-        name = name if name in LAWS else "two_shot"
+        communicator = plan.assignment_of[bucket.units[0].pieces[0].tensor].communicator
+        communicator = communicator if law_of(communicator) in LAWS else TwoShot()
+        work = sum(
+            (codec.get("fixed", 0.0) + codec.get("element", 0.0) * unit.spec.numel) * share(unit, ranks)
+            for unit in exchanged_units(bucket, communicator)
+            if not unit.dense
+        )
         at = max((ready.get(tensor, 0.0) for tensor in tensors_of(bucket)), default=0.0)
-        found.append(Bucket(at, work / 2, work / 2, rounds_of(bucket, name, bucket.nbytes, ranks)))
+        sent = bucket.nbytes - bytes_within(bucket, communicator)
+        found.append(Bucket(at, work / 2, work / 2, rounds_of(bucket, communicator, sent, ranks)))
     left = [item.spec for item in plan.delegated]
     if modules is None:
         found += ddp_buckets(left, {spec.name: ready.get(spec.name, 0.0) for spec in left})
     else:
-        # Without replicas it is a reduce-scatter, for which Gloo sends as much as for an allreduce.
-        kind = "allreduce" if modules.communicator is None or waits else "reduce_scatter"
+        # Without replicas it is a reduce-scatter, half of an allreduce in a ring. Gloo sends as much as for all of it.
+        whole = modules.communicator is None or waits
         for members in modules.members.values():
             nbytes = float(sum(spec.nbytes for spec in left if spec.name in members))
             if nbytes:
-                rounds = tuple(Round(*each) for each in LAWS[kind](nbytes, ranks, nbytes))
+                one = Round("allreduce", nbytes) if whole else Round("allgather", nbytes / ranks.size)
                 at = max(ready.get(name, 0.0) for name in members)
-                found.append(Bucket(at, 0.0, 0.0, rounds))
+                found.append(Bucket(at, 0.0, 0.0, (one,)))
     if waits and found:
         rounds = tuple(one for bucket in found for one in bucket.rounds)
         before, after = (sum(getattr(bucket, part) for bucket in found) for part in ("before", "after"))

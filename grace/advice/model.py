@@ -11,9 +11,13 @@ import dataclasses
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from grace.core.errors import ConfigError
 from grace.core.transport.collectives import Kind, copies
+
+#: Who takes part in a collective: all ranks, those of a node, or those with the same place in every node.
+Scope: TypeAlias = Literal["all", "node", "nodes"]
 
 
 @dataclass(frozen=True)
@@ -58,36 +62,43 @@ class Machine:
                 f"Machine: expected ranks in whole nodes, received {self.ranks} ranks and {self.local_size} per node."
             )
 
-    def seconds(self, kind: Kind, nbytes: float) -> float:
-        r"""Return the time of a collective to which each rank passes `nbytes`.
+    def size(self, scope: Scope) -> int:
+        """Return how many ranks take part in a collective of a scope."""
+        return {"all": self.ranks, "node": self.local_size, "nodes": self.ranks // self.local_size}[scope]
+
+    def seconds(self, kind: Kind, nbytes: float, scope: Scope = "all") -> float:
+        r"""Return the time of a collective to which each rank passes `nbytes`; those of a scope run side by side.
 
         Formula: m \alpha + c B / \beta
 
         m are the messages one after the other, 2 (n - 1) in the ring of an allreduce and else n - 1, and c B the bytes
-        that leave a rank. In a ring, one rank of each node sends to another node. In an alltoall all of them do.
+        that leave a rank. In a ring of all ranks, one of each node sends to another node. In an alltoall, and between
+        nodes, all of them do.
         """
-        n, local = self.ranks, self.local_size
+        n, local = self.size(scope), self.local_size
         if n == 1:
             return 0.0
         messages = (2 if kind == "allreduce" else 1) * (n - 1)
         leaving = float(copies(kind, n)) * nbytes
-        # The slower of the two kinds of hops bounds a ring.
-        if n == local:
+        if scope == "node" or self.ranks == local:
             return messages * self.inside.latency + leaving / self.inside.bandwidth
+        if scope == "nodes":
+            return messages * self.link.latency + local * leaving / self.link.bandwidth
         if kind == "alltoall":
             # A rank passes on all but its own part; of this, what is for other nodes shares the link.
             leaving *= local * (n - local) / (n - 1)
-        # Without neighbours, a rank has no other hops.
+        # The slower of the two kinds of hops bounds a ring. Without neighbours, a rank has no other hops.
         within = 0.0 if local == 1 else leaving / self.inside.bandwidth / 2
         return messages * self.link.latency + max(leaving / self.link.bandwidth, within)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One collective of a bucket: its kind, and the bytes that each rank passes to it."""
+    """One collective of a bucket: its kind, the bytes that each rank passes to it, and who takes part."""
 
     kind: Kind
     nbytes: float
+    scope: Scope = "all"
 
 
 @dataclass(frozen=True)
@@ -200,9 +211,10 @@ class _Run:
     def start(self, bucket: Bucket, number: int) -> None:
         """Hand a round of a bucket to the link."""
         one = bucket.rounds[number]
-        nbytes = float(copies(one.kind, self._machine.ranks)) * one.nbytes
-        seconds = self._machine.seconds(one.kind, one.nbytes)
-        handling = self._handling * nbytes + self._serving * self._machine.ranks
+        size = self._machine.size(one.scope)
+        nbytes = float(copies(one.kind, size)) * one.nbytes
+        seconds = self._machine.seconds(one.kind, one.nbytes, one.scope)
+        handling = self._handling * nbytes + self._serving * size
         self._free = max(self._free, self.now) + max(seconds, handling) + self._meeting
         self._owed += handling
         self.wire += seconds

@@ -86,8 +86,13 @@ def measure(
         count = round(min(MOST, max(LEAST, SECONDS / mean(timed(x)))))
         seconds = mean(statistics.median(timed(x) for _ in range(count)))
         nbytes = size // _ELEMENT * _ELEMENT
-        points.append(Point(nbytes, seconds, nbytes / seconds, float(copies("allreduce", ranks)) * nbytes / seconds))
+        points.append(point(nbytes, seconds, ranks))
     return points
+
+
+def point(nbytes: int, seconds: float, ranks: int) -> Point:
+    """Return the point of an allreduce of so many bytes."""
+    return Point(nbytes, seconds, nbytes / seconds, float(copies("allreduce", ranks)) * nbytes / seconds)
 
 
 def fit(points: Sequence[Point], ranks: int) -> Fit:

@@ -32,9 +32,11 @@ from grace.bench.variants import Variant, import_own, parse_variants
 from grace.core.config.config import make_config
 from grace.core.errors import ConfigError
 from grace.core.observe.table import align
-from grace.core.spec import TensorSpec
+from grace.core.spec import Ranks, TensorSpec
 
 COMPRESSORS = ("qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
+# With --nodes, also these.
+BY_NODES = ("qsgd:communicator=hierarchical", "topk:communicator=hierarchical")
 # Always in the table: uncompressed gradients, which is what DDP sends, and 16 bits, which cost nothing to try.
 ALWAYS = ("none", "fp16")
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -172,7 +174,7 @@ def run_what_if(args: argparse.Namespace) -> int:
 
     set_threads(1)
     import_own(args.modules)
-    given = parse_variants(args.compressors or COMPRESSORS)
+    given = parse_variants(args.compressors or COMPRESSORS + BY_NODES * bool(args.nodes))
     always = [Variant(name) for name in ALWAYS]
     variants = list({variant.label: variant for variant in (*always, *given)}.values())
     model = _model(args)
@@ -204,8 +206,7 @@ def answer_of(
     """Return the answer for a model, with the last machine as the one of the rows."""
     steps = {
         machine.ranks: {
-            variant.label: _step(model, variant, machine.ranks, codecs, backwards, every, faster)
-            for variant in variants
+            variant.label: _step(model, variant, machine, codecs, backwards, every, faster) for variant in variants
         }
         for machine in machines
     }
@@ -219,7 +220,7 @@ def answer_of(
         Row(
             variant.label,
             predictions[last.ranks][variant.label],
-            0.0 if variant.label == "none" else codecs.of(make_config(variant.config()), min(last.ranks, 4)).error,
+            0.0 if variant.label == "none" else codecs.of(make_config(variant.config()), _ranks_of(last)).error,
             None if variant.label == "none" else break_even(steps[last.ranks][variant.label], dense, last),
             tuple(bandwidth_for(steps[last.ranks][variant.label], last, share) for share in SHARES),
         )
@@ -229,7 +230,9 @@ def answer_of(
     return Answer(model, last, rows, steps[last.ranks], predictions, knee)
 
 
-def _step(model: Model, variant: Variant, ranks: int, codecs: Any, backwards: int, every: int, faster: float) -> Step:
+def _step(
+    model: Model, variant: Variant, machine: Machine, codecs: Any, backwards: int, every: int, faster: float
+) -> Step:
     from grace.advice.cost import buckets, ddp_buckets
 
     passes = model.passes
@@ -237,12 +240,16 @@ def _step(model: Model, variant: Variant, ranks: int, codecs: Any, backwards: in
     if variant.label == "none":
         found = ddp_buckets(model.specs, passes.ready)
     else:
-        config = make_config(variant.config())
+        config, ranks = make_config(variant.config()), _ranks_of(machine)
         found = [
             dataclasses.replace(bucket, before=bucket.before / faster, after=bucket.after / faster)
             for bucket in buckets(model.specs, config, ranks, codecs.of(config, ranks), passes.ready)
         ]
     return Step(passes.forward, passes.backward, 0.0, tuple(found), backwards=backwards, every=every)
+
+
+def _ranks_of(machine: Machine) -> Ranks:
+    return Ranks(machine.ranks, machine.local_size)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from grace.core.config.recommended import Optimizer
 from grace.core.config.registry import compressors
 from grace.core.errors import ConfigError, StepError
 from grace.core.plan.plan import Modules
+from grace.core.spec import Ranks
+from grace.core.transport.transport import Done
 
 FAST, SLOW = Link(1.25e9, 2e-5), Link(12.5e6, 2e-5)
 TENSORS = {"a": (256, 256), "b": (600, 200), "c": (40,)}
@@ -176,20 +178,68 @@ def test_the_buckets_of_a_plan_are_ready_with_their_tensors_and_carry_what_is_an
     tensors = {"w": (512, 512), "b": (2048, 2)}
     for way, copies in (("allgather", 3.0), ("two_shot", 1.5)):
         plan = grace.Simulation(4, tensors, {"compressor": "signsgd", "communicator": way}).plan
-        (bucket,) = forecast.buckets_of(plan, ready, codec, 4)
+        (bucket,) = forecast.buckets_of(plan, ready, codec, Ranks(4))
         units = plan.buckets[0].units
         assert (bucket.ready, bucket.before) == (5.0, bucket.after)
         assert 2 * bucket.before == pytest.approx(len(units) + 0.01 * (512 * 512 + 4096))
         sent = sum(
-            nbytes * (3.0 if kind == "allgather" else 1.0) for kind, nbytes in map(dataclasses.astuple, bucket.rounds)
+            nbytes * (3.0 if kind == "allgather" else 1.0)
+            for kind, nbytes, _ in map(dataclasses.astuple, bucket.rounds)
         )
         assert sent == pytest.approx(copies * plan.buckets[0].nbytes)
     # What stays with the library travels in its buckets.
     plan = dataclasses.replace(plan, buckets=(), delegated=plan.exchanged, exchanged=())
     # DDP's first bucket has 1 MiB, which the first tensor fills.
-    first, second = forecast.buckets_of(plan, ready, codec, 4)
+    first, second = forecast.buckets_of(plan, ready, codec, Ranks(4))
     assert (first.ready, first.before, first.rounds) == (3.0, 0.0, (Round("allreduce", 4 * 512 * 512),))
     assert (second.ready, second.before, second.rounds) == (5.0, 0.0, (Round("allreduce", 4 * 4096),))
+
+
+def test_a_hierarchical_exchange_counts_within_and_between_nodes(monkeypatch):
+    codec, ready = {"fixed": 1.0, "element": 0.01}, {"w": 3.0}
+    nodes = {"name": "hierarchical", "local_size": 2, "between": "allgather"}
+    plan = grace.Simulation(6, {"w": (512, 512)}, {"compressor": "qsgd", "communicator": nodes}).plan
+    (bucket,) = forecast.buckets_of(plan, ready, codec, Ranks(6))
+    there, between, back = bucket.rounds
+    # Each of two ranks has half, and each of three nodes 8 bits per element of it.
+    assert (there, back) == (Round("alltoall", 2 * 512 * 512, "node"), Round("allgather", 2 * 512 * 512, "node"))
+    assert (between.kind, between.scope) == ("allgather", "nodes")
+    assert between.nbytes == pytest.approx(512 * 512 / 2, rel=0.01)
+    assert 2 * bucket.before == pytest.approx(1.0 + 0.01 * 512 * 512 / 2)
+    # A communicator that has no law counts as two_shot.
+    monkeypatch.delitem(forecast.LAWS, "allgather")
+    (bucket,) = forecast.buckets_of(plan, ready, codec, Ranks(6))
+    assert [each.kind for each in bucket.rounds] == ["alltoall", "allgather"]
+
+
+def test_the_link_within_a_node_is_measured_where_nodes_are_known(monkeypatch):
+    now, sent = [0.0], set()
+
+    class Alltoall:
+        """Nodes of two ranks, whose link carries 1e9 bytes per second and takes 10 us for a message."""
+
+        def alltoall(self, buffers, name):
+            sent.update(rank for rank, x in enumerate(buffers) if len(x))
+            now[0] += 1e-5 + buffers[2].nbytes / 1e9
+            return Done(buffers[2])
+
+    monkeypatch.setattr(advise.time, "perf_counter", lambda: now[0])
+    simulation = grace.Simulation(4, TENSORS, {"compressor": "none"})
+    monkeypatch.setattr(simulation, "transport", Alltoall(), raising=False)
+    monkeypatch.setattr(simulation, "rank", 3)
+    monkeypatch.setattr(simulation, "everyone", lambda mine, *_: [mine])
+    for ranks in (Ranks(4), Ranks(4, 1), Ranks(4, 4)):
+        simulation.ranks = ranks
+        assert advise.measure_inside(simulation) is None
+    simulation.ranks = Ranks(4, 2)
+    inside = advise.measure_inside(simulation)
+    assert dataclasses.astuple(inside) == pytest.approx((1e9, 1e-5))
+    assert sent == {2, 3}
+    figures = Job(monkeypatch).figures
+    assert figures.machine(SLOW) == Machine(2, SLOW)
+    figures.inside, figures._exchange = inside, simulation
+    figures.ranks = 4
+    assert figures.machine(SLOW) == Machine(4, SLOW, 2, inside)
 
 
 def test_modules_of_fsdp_are_reduced_and_gathered_as_it_does(monkeypatch):
@@ -197,15 +247,15 @@ def test_modules_of_fsdp_are_reduced_and_gathered_as_it_does(monkeypatch):
     plan = grace.Simulation(4, tensors, {"compressor": "none"}).plan
     plan = dataclasses.replace(plan, buckets=(), delegated=plan.exchanged, exchanged=())
     modules = Modules({"w": "first", "b": "second"}, ReduceScatter())
-    # A rank sends all parts but its own.
-    first, second = forecast.buckets_of(plan, ready, {}, 4, modules)
-    assert (first.ready, first.rounds) == (3.0, (Round("alltoall", 3 * 512 * 512),))
-    assert (second.ready, second.rounds) == (5.0, (Round("alltoall", 3 * 4096),))
+    # A ring: a rank sends all parts but its own.
+    first, second = forecast.buckets_of(plan, ready, {}, Ranks(4), modules)
+    assert (first.ready, first.rounds) == (3.0, (Round("allgather", 512 * 512),))
+    assert (second.ready, second.rounds) == (5.0, (Round("allgather", 4096),))
     # Gloo adds as in an allreduce, and the pass waits for it. So do replicas.
     sums = Round("allreduce", 4 * 512 * 512), Round("allreduce", 4 * 4096)
-    (both,) = forecast.buckets_of(plan, ready, {}, 4, modules, waits=True)
+    (both,) = forecast.buckets_of(plan, ready, {}, Ranks(4), modules, waits=True)
     assert (both.ready, both.rounds) == (5.0, sums)
-    replicas = forecast.buckets_of(plan, ready, {}, 4, modules._replace(communicator=None))
+    replicas = forecast.buckets_of(plan, ready, {}, Ranks(4), modules._replace(communicator=None))
     assert [bucket.rounds for bucket in replicas] == [(each,) for each in sums]
 
     job, seconds = Job(monkeypatch, SLOW), Machine(2, SLOW).seconds("allgather", 1e5)

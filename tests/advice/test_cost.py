@@ -1,14 +1,17 @@
 """The cost of an exchange: bytes beside those of a simulation, and times that are positive and grow."""
 
+import dataclasses
+
 import pytest
 
 from grace import Simulation
 from grace.advice import cost
 from grace.advice.passes import assumed, measured
 from grace.bench.frameworks import set_up
+from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.config import make_config
 from grace.core.errors import ConfigError
-from grace.core.spec import TensorSpec
+from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.collectives import copies
 
 SPECS = [TensorSpec("a", (512, 256)), TensorSpec("a.bias", (512,)), TensorSpec("b", (300, 100))]
@@ -33,7 +36,7 @@ def test_the_bytes_of_the_buckets_are_those_that_a_simulation_counts(name, ranks
     simulation.step(gradients)
     # Each communicator has its law from what a rank hands in.
     handed = simulation.stats()["wire_bytes"]
-    found = cost.buckets(SPECS, config, ranks, NONE, READY)
+    found = cost.buckets(SPECS, config, Ranks(ranks, 1), NONE, READY)
     # Headers, padding, and what fp16 hands over for its sums of halves are not in the model.
     passed = sum(r.nbytes for bucket in found for r in bucket.rounds)
     assert passed == pytest.approx(handed, rel=0.03)
@@ -41,7 +44,7 @@ def test_the_bytes_of_the_buckets_are_those_that_a_simulation_counts(name, ranks
 
 
 def test_a_proposal_has_a_round_of_its_own():
-    found = cost.buckets(SPECS, make_config({"compressor": "powersgd"}), 2, NONE, READY)
+    found = cost.buckets(SPECS, make_config({"compressor": "powersgd"}), Ranks(2), NONE, READY)
     # Rank 4, and float32: P has the rows of both matrices, and Q their columns. The bias goes as it is.
     assert sorted([(r.kind, r.nbytes) for r in bucket.rounds] for bucket in found) == [
         [("allreduce", 4 * 512)],
@@ -52,17 +55,17 @@ def test_a_proposal_has_a_round_of_its_own():
 def test_a_communicator_that_the_configuration_names_carries_the_buckets():
     named = make_config({"compressor": "qsgd", "communicator": "allgather", "default_rules": False})
     for ranks in (2, 8):
-        found = cost.buckets(SPECS, named, ranks, NONE, READY)
+        found = cost.buckets(SPECS, named, Ranks(ranks, 1), NONE, READY)
         assert {r.kind for bucket in found for r in bucket.rounds} == {"allgather"}
         payloads = sum(r.nbytes for bucket in found for r in bucket.rounds)
         assert leaving(found, ranks) == pytest.approx((ranks - 1) * payloads)
     # By itself, qsgd takes two_shot on many ranks.
-    alone = cost.buckets(SPECS, make_config({"compressor": "qsgd", "default_rules": False}), 8, NONE, READY)
+    alone = cost.buckets(SPECS, make_config({"compressor": "qsgd", "default_rules": False}), Ranks(8, 1), NONE, READY)
     assert {r.kind for bucket in alone for r in bucket.rounds} == {"alltoall", "allgather"}
 
 
 def test_buckets_become_ready_in_reverse_order_of_the_tensors():
-    found = cost.buckets(SPECS, make_config({"compressor": "qsgd", "bucket_bytes": 4096}), 2, NONE, READY)
+    found = cost.buckets(SPECS, make_config({"compressor": "qsgd", "bucket_bytes": 4096}), Ranks(2), NONE, READY)
     times = [bucket.ready for bucket in found]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(1.0)
@@ -95,19 +98,111 @@ def test_passes_are_measured_with_the_gradients_in_the_order_in_which_they_come(
 def test_costs_are_measured_once_and_extrapolated_beyond_eight_ranks():
     codecs = cost.Codecs(set_up("numpy", "cpu", 1, True), sizes=(1 << 12, 1 << 16))
     config = make_config({"compressor": "topk"})
-    found = codecs.of(config, 2)
-    assert codecs.of(config, 2) is found
+    found = codecs.of(config, Ranks(2))
+    assert codecs.of(config, Ranks(2)) is found
     assert found.before.fixed + found.before.element > 0
     assert found.after.fixed + found.after.element > 0
     assert found.bytes == pytest.approx(0.08, rel=0.2)
     # Four of five parts of the energy lie outside the largest percent of normal values.
     assert 0.7 < found.error < 1
-    four, many = codecs.of(config, 4), codecs.of(config, 4096)
+    four, many = codecs.of(config, Ranks(4)), codecs.of(config, Ranks(4096))
     # A rank merges the payloads of all.
     assert many.after.seconds(1, 1 << 16) >= four.after.seconds(1, 1 << 16)
 
 
-def test_a_communicator_without_a_law_is_refused():
-    config = make_config({"compressor": "qsgd", "communicator": {"name": "hierarchical", "local_size": 2}})
-    with pytest.raises(ConfigError, match="cost model does not know"):
-        cost.buckets(SPECS, config, 4, NONE, READY)
+def by_nodes(name, **options):
+    nodes = {"name": "hierarchical", **options}
+    return make_config({"compressor": name, "default_rules": False, "communicator": nodes})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("none", {}),
+        ("fp16", {}),
+        ("qsgd", {}),
+        ("qsgd", {"within": "fp16"}),
+        ("blockwise", {"between": "two_shot"}),
+        ("topk", {}),
+        ("topk", {"within": {"name": "qsgd", "quantum_num": 127}}),
+    ],
+)
+@pytest.mark.parametrize(("nodes", "local_size"), [(2, 2), (3, 2), (2, 4)])
+def test_hierarchical_sends_what_a_simulation_sends_within_and_between_nodes(name, options, nodes, local_size):
+    import numpy as np
+
+    size = nodes * local_size
+    simulation = Simulation(size, SPECS, by_nodes(name, local_size=local_size, **options))
+    sent = {"node": 0, "nodes": 0}
+
+    def counting(start, rank):
+        def start_and_count(collective, name):
+            assert collective.kind == "alltoall"
+            for other, x in enumerate(collective.buffers):
+                if other != rank:
+                    sent["node" if other // local_size == rank // local_size else "nodes"] += x.nbytes
+            return start(collective, name)
+
+        return start_and_count
+
+    for rank, run in enumerate(simulation.runs):
+        run.transport.start = counting(run.transport.start, rank)
+    draws = np.random.default_rng(0)
+    simulation.step([{s.name: draws.standard_normal(s.shape, np.float32) for s in SPECS} for _ in range(size)])
+
+    found = cost.buckets(SPECS, by_nodes(name, **options), Ranks(size, local_size), NONE, READY)
+    members = {"node": local_size, "nodes": nodes}
+    for scope, nbytes in sent.items():
+        rounds = [r for bucket in found for r in bucket.rounds if r.scope == scope]
+        predicted = sum(float(copies(r.kind, members[scope])) * r.nbytes for r in rounds)
+        assert 0.97 * predicted <= nbytes / size <= 1.04 * predicted
+    assert {r.scope for bucket in found for r in bucket.rounds} == {"node", "nodes"}
+
+
+def test_on_one_node_only_what_compresses_within_it_travels():
+    (dense, *_), (rounded, *_) = (
+        cost.buckets(SPECS, by_nodes("qsgd", **options), Ranks(4, 4), NONE, READY)
+        for options in ({}, {"within": "fp16"})
+    )
+    (there,), (halves,) = dense.rounds, rounded.rounds
+    assert (there.kind, there.scope) == (halves.kind, halves.scope) == ("allreduce", "all")
+    assert there.nbytes == 2 * halves.nbytes == 4 * (512 * 256 + 512 + 300 * 100)
+
+
+def test_with_one_rank_per_node_hierarchical_is_what_it_has_between_nodes():
+    alone = make_config({"compressor": "topk", "communicator": "allgather", "default_rules": False})
+    found = cost.buckets(SPECS, by_nodes("topk", between="allgather"), Ranks(8, 1), NONE, READY)
+    assert found == cost.buckets(SPECS, alone, Ranks(8, 1), NONE, READY)
+
+
+def test_a_rank_has_a_share_of_the_work_of_its_node(monkeypatch):
+    codecs, config = cost.Codecs(set_up("numpy", "cpu", 1, True)), by_nodes("qsgd")
+    nodes = cost.Codec(cost.Cost(1.0, 4.0), cost.Cost(2.0, 8.0), 1.0, 0.1)
+    pairs = cost.Codec(cost.Cost(0.5, 1.0), cost.Cost(4.0, 7.0), 4.0, 0.2)
+
+    def measured(made, ranks):
+        if isinstance(made.method.communicator, Hierarchical):
+            assert (made.method.communicator.local_size, ranks) == (2, 4)
+            return pairs
+        return nodes
+
+    monkeypatch.setattr(codecs, "_measured", measured)
+    # Within a node, a rank takes 4 - 3 seconds and 7 - 12 / 2 per element.
+    assert codecs.of(config, Ranks(32, 8)) == cost.Codec(pairs.before, cost.Cost(1.0 + 3.0, 1.0 + 12 / 8), 1.0, 0.2)
+    assert codecs.of(config, Ranks(8, 8)).after == cost.Cost(1.0, 1.0)
+    assert codecs.of(config, Ranks(4, 1)) == nodes
+    # A unit counts once, however many shards it has, and each element too.
+    for options in ({}, {"between": "two_shot"}):
+        config = dataclasses.replace(by_nodes("qsgd", **options), granularity="layer")
+        codec, large = NONE._replace(before=cost.Cost(1.0, 1e-6)), [SPECS[0], SPECS[2]]
+        found = cost.buckets(large, config, Ranks(16, 4), codec, READY)
+        assert sum(bucket.before for bucket in found) == pytest.approx(2 + 1e-6 * sum(s.numel for s in large))
+
+
+def test_what_has_no_law_or_other_nodes_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="expected local_size 4, the ranks on a node here, received 2"):
+        cost.buckets(SPECS, by_nodes("qsgd", local_size=2), Ranks(8, 4), NONE, READY)
+    monkeypatch.delitem(cost.LAWS, "allgather")
+    for config in (make_config({"compressor": "topk"}), by_nodes("topk", between="allgather")):
+        with pytest.raises(ConfigError, match="cost model does not know the communicator allgather"):
+            cost.buckets(SPECS, config, Ranks(4, 2), NONE, READY)

@@ -47,6 +47,19 @@ def test_within_a_node_the_link_is_not_used():
     assert Machine(2, Link(1e12), 1, Link(1.0)).seconds("allreduce", MB) == pytest.approx(1e-6)
 
 
+def test_collectives_of_nodes_run_side_by_side():
+    machine = Machine(12, LINK, 4, Link(1000 * MB, 1e-4))
+    assert [machine.size(scope) for scope in ("all", "node", "nodes")] == [12, 4, 3]
+    assert machine.seconds("allreduce", MB, "node") == pytest.approx(6 * 1e-4 + 1.5e-3)
+    # All four ranks of a node send to other nodes, over one link.
+    assert machine.seconds("allgather", MB, "nodes") == pytest.approx(2 * 1e-3 + 4 * 2 / 125)
+    assert Machine(4, LINK, 4).seconds("allgather", MB, "nodes") == 0
+    rounds = (Round("alltoall", 3 * MB, "node"), Round("allgather", MB, "nodes"), Round("allgather", MB, "node"))
+    found = predict(Step(0.0, 0.1, 0.0, (Bucket(0.1, 0.0, 0.0, rounds),)), machine)
+    assert found.sent == pytest.approx(3 * MB + 2 * MB + 3 * MB)
+    assert found.exposed == pytest.approx(sum(machine.seconds(*dataclasses.astuple(each)) for each in rounds))
+
+
 def test_buckets_overlap_with_the_backward_pass_and_queue_on_the_link():
     step, machine = dense(4, 10 * MB, backward=0.4), Machine(2, Link(200 * MB))
     # Each takes 0.05 s and is over before the next one is ready, but for the last.

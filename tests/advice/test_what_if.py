@@ -93,6 +93,28 @@ def test_nodes_share_their_link(capsys):
     assert "8 ranks, 2 nodes of 4" in capsys.readouterr().out
 
 
+def test_nodes_may_exchange_shards_that_their_ranks_have_added(monkeypatch):
+    variants = [Variant("none"), Variant("qsgd"), Variant("qsgd", {"communicator": "hierarchical"})]
+    specs = [TensorSpec(f"w{i}", (2048, 2048)) for i in range(6)]
+    model = what_if.Model("six layers", specs, assumed(specs, 0.1))
+    machines = [Machine(8 * n, Link(1.25e8, 1e-5), 8) for n in (1, 16, 2048)]
+    found = what_if.answer_of(model, variants, machines, Fixed(1e-10))
+    _, alone, by_nodes = found.rows
+    # Of a node of eight ranks, each has an eighth of what one rank alone would send to other nodes.
+    assert by_nodes.prediction.seconds < alone.prediction.seconds / 4
+    assert found.speedup(by_nodes) > 2
+    assert found.best.label == "qsgd:communicator=hierarchical"
+    # On one node it is an uncompressed allreduce.
+    first = found.by_ranks[8]
+    assert first[by_nodes.label].sent == pytest.approx(first["none"].sent)
+    # It is in the table if there are nodes, and nobody names methods.
+    named = []
+    monkeypatch.setattr(what_if, "parse_variants", lambda given: named.append(given) or [Variant("fp16")])
+    for arguments in (["--nodes", "2x4"], ["--ranks", "8"], ["--nodes", "2x4", "--compressors", "qsgd"]):
+        assert main(["what-if", "--params", "1M", "--compute", "1s", *arguments]) == 0
+    assert ["qsgd:communicator=hierarchical" in given for given in named] == [True, False, False]
+
+
 def test_a_model_of_the_user_is_measured(capsys, tmp_path):
     pytest.importorskip("torch")
     own = tmp_path / "mine_what_if.py"

@@ -79,7 +79,7 @@ class Hierarchical(Communicator):
         return self._between.memory_obstacle(memory)
 
     def resolve(self, item: Assignment, ranks: Ranks) -> tuple[Communicator, str]:
-        local_size = self._local_size(ranks)
+        local_size = self.ranks_per_node(ranks)
         # What a rank exchanges between nodes: the largest of the shards.
         shard = dataclasses.replace(item.spec, shape=(-(-item.spec.numel // local_size),)) if item.flat else item.spec
         between, why = self._between.resolve(dataclasses.replace(item, spec=shard), Ranks(ranks.size // local_size))
@@ -95,7 +95,7 @@ class Hierarchical(Communicator):
     def _within(self) -> Compressor:
         return self.within or compressors.make("none")
 
-    def _local_size(self, ranks: Ranks) -> int:
+    def ranks_per_node(self, ranks: Ranks) -> int:
         """Return the number of ranks on a node. Raises ConfigError if it is unknown or does not divide all ranks."""
         local_size = self.local_size or ranks.local_size
         if ranks.size == 1:
@@ -113,7 +113,7 @@ class Hierarchical(Communicator):
         return local_size
 
     def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
-        local_size = self._local_size(ranks)
+        local_size = self.ranks_per_node(ranks)
         nodes = ranks.size // local_size
         if nodes == 1:
             return [made for unit in units for made in self._within_node(unit, ranks)]
@@ -153,7 +153,7 @@ class Hierarchical(Communicator):
         return dataclasses.replace(unit, method=self._method_within(unit), onward=between, addends=0)
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:
-        local_size = self._local_size(ranks)
+        local_size = self.ranks_per_node(ranks)
         if local_size == ranks.size:
             return units[0].communicator.route(units, ranks, checksum)
         owned: list[list[int]] = [[] for _ in range(local_size)]
