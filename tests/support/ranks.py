@@ -267,6 +267,19 @@ def launcher(name: str, ranks: int) -> list[str]:
     return words
 
 
+def run_script(path: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the PyTorch tests on ranks that torchrun starts."""
+    return subprocess.run(
+        [*launcher("torchrun", ranks), *forked(TORCH, "run"), f"{ROOT}/{path}", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SCENARIO_S,
+        check=False,
+    )
+
+
 def _running(launch: Launch) -> Pool:
     """Return the pool of a launch. Start it if it does not run, and stop the previous pool."""
     global _pool
