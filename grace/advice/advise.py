@@ -148,12 +148,6 @@ class Figures:
         self._exchange, self.link, self.ranks = exchange, link, exchange.size
         #: What joins the ranks of a node; None if the ranks are on one node, or if it is not known on which.
         self.inside = inside
-        self.period = _mean(rank["period"] for rank in everyone)
-        self.band = tuple(_mean(rank["band"][i] for rank in everyone) for i in (0, 1))
-        self.exposed = _mean(rank["exposed"] for rank in everyone)
-        #: Seconds of a step without its exchange.
-        self.compute = max(self.period - self.exposed, 0.0)
-        self.ready = {name: _mean(rank["ready"].get(name, 0.0) for rank in everyone) for name in everyone[0]["ready"]}
         self.left_out = {
             label: reasons[0]
             for label in everyone[0]["codecs"]
@@ -164,7 +158,6 @@ class Figures:
             for label, codec in everyone[0]["codecs"].items()
             if label not in self.left_out
         }
-        self.waits = any(rank["waits"] for rank in everyone)
         # Of the rank that knows most: some may have seen no step of an optimizer.
         self.optimizers = [Optimizer(*o) for o in max((rank["optimizers"] for rank in everyone), key=len)]
         made = candidates(exchange.config)
@@ -175,16 +168,32 @@ class Figures:
             except (ConfigError, IncompatibleError) as reason:
                 # What the framework's sharding does not allow.
                 self.left_out[label] = str(reason)
-        #: The candidate that the job had while it was measured; None if it had another method.
-        self.now = next((label for label in self._plans if made[label].method == exchange.config.method), None)
+        now = next((label for label in self._plans if made[label].method == exchange.config.method), None)
+        self.observe(everyone, now)
+
+    def observe(self, everyone: Sequence[Mapping[str, Any]], label: str | None) -> None:
+        """Take what all ranks have seen of steps with a candidate; None if they had another method."""
+        #: The candidate with which the steps were measured.
+        self.now = label
+        self.period = _mean(rank["period"] for rank in everyone)
+        self.band = tuple(_mean(rank["band"][i] for rank in everyone) for i in (0, 1))
+        self.exposed = _mean(rank["exposed"] for rank in everyone)
+        #: Seconds of a step without its exchange.
+        self.compute = max(self.period - self.exposed, 0.0)
+        self.ready = {name: _mean(rank["ready"].get(name, 0.0) for rank in everyone) for name in everyone[0]["ready"]}
+        self.waits = any(rank["waits"] for rank in everyone)
         if self.now not in (None, NONE) and not self.waits:
-            # What the codec takes during the backward pass is part of the measured time.
-            before = sum(bucket.before for bucket in self.step(self.now).buckets)
-            self.compute = max(self.compute - before, 0.0)
+            # What the codec takes during the backward pass is part of the measured times.
+            buckets = self.step(self.now).buckets
+            self.compute = max(self.compute - sum(bucket.before for bucket in buckets), 0.0)
+            self.ready = {
+                name: max(at - sum(bucket.before for bucket in buckets if bucket.ready < at), 0.0)
+                for name, at in self.ready.items()
+            }
         if self.now is not None and self.waits:
             # What the link does not explain, such as ranks that wait for each other, remains with every candidate.
             step = self.step(self.now)
-            explained = predict(step, self.machine(link)).seconds - step.compute
+            explained = predict(step, self.machine(self.link)).seconds - step.compute
             self.compute = max(self.compute, self.period - explained)
 
     def step(self, label: str) -> Step:

@@ -22,7 +22,8 @@ _FIRST, _AFTER = 5, 2
 # a comparison takes must stay far below 1 % of the steps.
 _STEPS = 10
 # A step that takes longer or shorter by such a factor is looked into. A link has changed if its times have by the
-# second. Without a reason, a small allreduce looks at the link after so many comparisons, for such a share of the time.
+# second. Without a reason, a small allreduce looks at the link after so many comparisons, for such a share of the time;
+# after twice as many if the last look has led to a trial of what was slower.
 _STEP_CHANGED, _LINK_CHANGED, _LOOKS, _SHARE = 1.25, 2.0, 5, 0.001
 
 
@@ -44,7 +45,7 @@ class Auto(Watch):
         self._known: dict[str, float] = {}
         # The choice is measured next.
         self._on_trial = False
-        self._reference, self._looks = 0.0, 0
+        self._reference, self._looks, self._patience = 0.0, 0, _LOOKS
         self._why, self._since = "the first steps are measured", 0
 
     def stats(self) -> dict[str, Any]:
@@ -99,6 +100,8 @@ class Auto(Watch):
         rows = self._figures.advice(self._figures.link, self._known).rows
         best = best_of(row for row in rows if row.label in (*self._known, NONE))
         if best != self._label:
+            # A link whose times vary must not cost a trial at every look.
+            self._patience *= 2
             slower, seconds = self._label, self._known[self._label]
             self._take(best, f"steps with {slower} took {seconds * 1e3:.4g} ms")
         self._on_trial = best not in self._known
@@ -112,21 +115,21 @@ class Auto(Watch):
         self._reference, self._skipped = self._reference or period, _STEPS
         self._looks += 1
         changed = not 1 / _STEP_CHANGED < period / self._reference < _STEP_CHANGED
-        if not changed and self._looks < _LOOKS:
+        if changed:
+            self._patience = _LOOKS
+        elif self._looks < self._patience:
             return
         self._looks = 0
         link = measure_link(self.exchange) if self._link_seems_other(period) else figures.link
         factor = self._seconds(link) / self._seconds(figures.link)
-        lacking = period - figures.seconds(self._label, link)
-        if not 1 / _LINK_CHANGED < factor < _LINK_CHANGED:
-            # Steps that are shorter than the new link lets expect may have been taken before it changed.
-            figures.link, lacking = link, max(lacking, 0.0)
-        elif not changed:
+        if not changed and 1 / _LINK_CHANGED < factor < _LINK_CHANGED:
             return
-        # What the link does not explain is that of batches or of the machine, and remains with every candidate.
-        figures.compute = max(figures.compute + lacking, 0.0)
+        figures.link = link
+        figures.observe(self.exchange.everyone(self.seen(), "auto", "the steps that have changed"), self._label)
+        # What the link does not explain is that of the machine, and remains with every candidate.
+        figures.compute += max(figures.period - figures.seconds(self._label, link), 0.0)
         # The present steps were measured: a link that only seemed slow, in a noisy moment, is no reason to leave them.
-        self._known = {self._label: period}
+        self._known = {self._label: figures.period}
         self._decide()
 
     def _seconds(self, link: Link) -> float:

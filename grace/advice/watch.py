@@ -95,8 +95,8 @@ class Watch:
             self.exposed.append(now - self._begun - max(self._now.values()))
             self._ready.append(self._now)
 
-    def figures(self, candidates: Mapping[str, Config]) -> dict[str, Any]:
-        """Return what this rank has seen, in seconds, and the cost of the candidates, by label; JSON-able."""
+    def seen(self) -> dict[str, Any]:
+        """Return what this rank has seen of the steps, in seconds; JSON-able."""
         names = self._ready[-1] if self._ready else {}
         periods = sorted(self.periods)
         return {
@@ -105,6 +105,12 @@ class Watch:
             "exposed": statistics.median(self.exposed) if self.exposed else 0.0,
             "waits": self.waits,
             "ready": {name: statistics.median(ready.get(name, 0.0) for ready in self._ready) for name in names},
+        }
+
+    def figures(self, candidates: Mapping[str, Config]) -> dict[str, Any]:
+        """Return the same, the cost of the candidates by label, and the optimizers."""
+        return {
+            **self.seen(),
             "codecs": {label: self._codec(config) for label, config in candidates.items()},
             "optimizers": [list(optimizer) for optimizer in self.exchange.optimizers],
         }

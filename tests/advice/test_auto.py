@@ -67,21 +67,29 @@ class Job:
     def label(self):
         return compressors.name_of(self.simulation.config.method.compressor)
 
-    def train(self, count):
+    def train(self, count, exchanges=True):
         for _ in range(count):
-            gradients = [
-                {name: self.rng.normal(size=shape).astype(np.float32) for name, shape in TENSORS.items()}
-                for _ in range(2)
-            ]
             self.simulation.step_begins()
             self.methods.append(self.label)
-            self.auto.saw("c", gradients[0]["c"])
-            self.now += self.true.seconds(self.label, self.link) + self.extra.get(self.label, 0.0)
+            begin, rest = self.now, self.true.compute - max(self.true.ready.values())
+            for name, ready in self.true.ready.items():
+                self.now = begin + ready
+                self.auto.saw(name, np.zeros(TENSORS[name], np.float32))
+            self.now = begin + self.true.seconds(self.label, self.link) - rest
             self.auto.end()
-            merged = self.simulation.step(gradients)[1]
-            for name in TENSORS:
-                each = merged[name].astype(np.float64) - np.mean([g[name] for g in gradients], 0, np.float64)
-                self.sums[name] = self.sums.get(name, 0.0) + each
+            # What a step takes longer than the figures say is no exchange.
+            self.now += rest + self.extra.get(self.label, 0.0)
+            if exchanges:
+                self.exchange()
+
+    def exchange(self):
+        gradients = [
+            {name: self.rng.normal(size=shape).astype(np.float32) for name, shape in TENSORS.items()} for _ in range(2)
+        ]
+        merged = self.simulation.step(gradients)[1]
+        for name in TENSORS:
+            each = merged[name].astype(np.float64) - np.mean([g[name] for g in gradients], 0, np.float64)
+            self.sums[name] = self.sums.get(name, 0.0) + each
 
 
 def test_auto_changes_within_50_steps_of_a_fall_of_the_link_and_loses_nothing(monkeypatch):
@@ -160,6 +168,47 @@ def test_a_link_that_falls_during_a_comparison_is_noticed_in_the_next_one(monkey
     job.link = SLOW
     job.train(50)
     assert job.label != "none"
+
+
+def test_a_smaller_batch_leaves_less_time_to_hide_an_exchange(monkeypatch):
+    job = Job(monkeypatch, Link(6.25e8, 2e-5))
+    job.train(40, exchanges=False)
+    assert set(job.methods) == {"none"}
+    # A tenth of the batch: the same exchange is now a third of the step.
+    less = {name: ready / 10 for name, ready in job.true.ready.items()}
+    job.true = job.measured(period=0.00205, exposed=0.00005, ready=less)
+    job.train(60, exchanges=False)
+    assert job.label != "none"
+    assert job.true.seconds(job.label, job.link) < 0.97 * job.true.seconds("none", job.link)
+    # A large one hides it again, so that a gentler method is as fast.
+    job.true = job.measured()
+    job.train(100, exchanges=False)
+    assert job.label in ("none", "fp16")
+
+
+def test_a_link_that_has_changed_by_less_than_half_counts_if_steps_have(monkeypatch):
+    job = Job(monkeypatch, Link(1.25e6, 2e-5))
+    job.train(40, exchanges=False)
+    assert job.label != "none"
+    job.link = Link(1.9 * 1.25e6, 2e-5)
+    job.train(40, exchanges=False)
+    assert job.figures.link == job.link
+
+
+def test_a_link_whose_times_vary_costs_fewer_and_fewer_trials(monkeypatch):
+    job = Job(monkeypatch, SLOW)
+    job.train(60, exchanges=False)
+    chosen = job.label
+    assert chosen != "none"
+    # Every second look finds a fast link.
+    monkeypatch.setattr(Auto, "_link_seems_other", lambda auto, period: True)
+    monkeypatch.setattr(auto, "measure_link", lambda exchange: next(found))
+    found = itertools.cycle([FAST, SLOW])
+    job.methods.clear()
+    job.train(3000, exchanges=False)
+    trials = [method for method, _ in itertools.groupby(job.methods)].count("none")
+    assert 2 <= trials <= 5
+    assert job.label == chosen
 
 
 def test_change_ends_auto(monkeypatch):
