@@ -14,7 +14,7 @@ from grace.advice.accuracy import ACCURACY
 from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
 from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
-from grace.advice.model import Link, Machine, Step, break_even, predict
+from grace.advice.model import Link, Machine, Round, Step, break_even, predict
 from grace.advice.watch import Watch
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.recommended import Optimizer
@@ -228,7 +228,10 @@ class Figures:
             even = None if label == NONE else break_even(self.step(label), self.step(NONE), self.machine(link))
             rows.append(Row(label, seconds, nbytes, *risk, error, change, even, label in known))
         if gathers := self._exchange.gathers():
-            rows.append(self._less_sharding(gathers, known.get(NONE, self.seconds(NONE, link)), link))
+            dense = known.get(NONE, self.seconds(NONE, link))
+            rows.append(self._less_sharding(gathers, dense, link))
+            if self.inside is not None:
+                rows.append(self._sharding_in_nodes(gathers, dense, link))
         else:
             rows.append(self._local_steps(link))
         return Advice(
@@ -262,6 +265,35 @@ class Figures:
             seconds = predict(replace(step, update=update, buckets=buckets), machine).seconds
             reason = f"DDP trains as before, with {more} more of parameters in memory, and what the optimizer keeps"
         return Row("less sharding", seconds, self._plans[NONE].wire_bytes, 0, reason, None, {})
+
+    def _sharding_in_nodes(self, gathers: Sequence[tuple[int, int]], seconds: float, link: Link) -> Row:
+        """Return the row of a model that FSDP shards within each node, from the seconds of its step as it is.
+
+        Parameters are gathered within nodes, gradients are reduced there, and each rank sums its part between nodes.
+        """
+        machine, step = self.machine(link), self.step(NONE)
+        n, local = machine.ranks, machine.local_size
+
+        def by_nodes(one: Round) -> tuple[Round, ...]:
+            # Gloo reduces and scatters by an allreduce; else it is a ring, with the bytes of an allgather of parts.
+            total = {"allreduce": one.nbytes, "allgather": n * one.nbytes}.get(one.kind)
+            if total is None:
+                return (one,)
+            reduced = total if one.kind == "allreduce" else total / local
+            return Round(one.kind, reduced, "node"), Round("allreduce", total / local, "nodes")
+
+        rounds = [tuple(part for one in bucket.rounds for part in by_nodes(one)) for bucket in step.buckets]
+        buckets = [replace(bucket, rounds=found) for bucket, found in zip(step.buckets, rounds, strict=True)]
+        seconds += predict(replace(step, buckets=tuple(buckets)), machine).seconds - predict(step, machine).seconds
+        for nbytes, times in gathers:
+            here = machine.seconds("allgather", nbytes / local, "node")
+            seconds += times * (here - machine.seconds("allgather", nbytes / n))
+        more = in_units(round(sum(nbytes for nbytes, _ in gathers) * (1 / local - 1 / n)))
+        reason = (
+            f"fully_shard(..., mesh=init_device_mesh(..., ({n // local}, {local}))) trains as before, with {more} more "
+            "of parameters in memory, and what the optimizer keeps"
+        )
+        return Row("hybrid sharding", max(seconds, 0.0), self._plans[NONE].wire_bytes, 0, reason, None, {})
 
 
 def best_of(rows: Iterable[Row]) -> str:

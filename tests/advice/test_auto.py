@@ -317,8 +317,40 @@ def test_modules_of_fsdp_are_reduced_and_gathered_as_it_does(monkeypatch):
     none = job.figures.seconds("none", SLOW)
     assert job.figures.advice().row("less sharding").seconds == pytest.approx(none - seconds)
     assert job.figures.advice().row("less sharding").reason.startswith("DDP")
+    # Without nodes there is no sharding within them.
+    rows = [row.label for row in job.figures.advice().rows]
+    assert rows[-1] == "less sharding"
     # It is no method, so it cannot be the best one.
     assert best_of([less, advise.Row("none", 9.0, 0, 0, "", 0.0, {"compressor": "none"})]) == "none"
+
+
+def test_a_model_may_be_sharded_within_nodes(monkeypatch):
+    inside, dense = Link(1e9, 0.0), 4 * sum(map(np.prod, TENSORS.values()))
+    for waits in (False, True):
+        job = Job(monkeypatch, SLOW)
+        job.simulation.ranks = Ranks(8, 4)
+        figures = job.measured(waits=waits, period=1.0, exposed=0.98)
+        modules = Modules(dict.fromkeys(TENSORS, "all"), ReduceScatter())
+        monkeypatch.setattr(job.simulation, "_modules_for", lambda ranks, modules=modules: modules)
+        # What stays with the library, as in FSDP.
+        plan = figures._plans["none"]
+        figures._plans["none"] = dataclasses.replace(plan, buckets=(), delegated=plan.exchanged, exchanged=())
+        figures.inside, figures.ranks = inside, 8
+        monkeypatch.setattr(job.simulation, "gathers", lambda: [(8 * 10**5, 2)])
+        machine = Machine(8, SLOW, 4, inside)
+        whole = [("allreduce", dense), ("allreduce", dense, "node")]
+        everywhere, here = whole if waits else [("allgather", dense / 8), ("allgather", dense / 4, "node")]
+        saved = machine.seconds(*everywhere) - machine.seconds(*here)
+        saved -= machine.seconds("allreduce", dense / 4, "nodes")
+        saved += 2 * (machine.seconds("allgather", 1e5) - machine.seconds("allgather", 2e5, "node"))
+        assert saved > 0
+        advice = figures.advice()
+        row = advice.row("hybrid sharding")
+        assert row.seconds == pytest.approx(advice.row("none").seconds - saved)
+        assert "mesh=init_device_mesh(..., (2, 4)))" in row.reason
+        # A quarter of the parameters instead of an eighth.
+        assert "with 100.0 KB more of parameters" in row.reason
+        assert not row.changes
 
 
 def test_what_a_pass_has_waited_for_belongs_to_the_exchange(monkeypatch):
