@@ -160,7 +160,7 @@ class Figures:
         }
         # Of the rank that knows most: some may have seen no step of an optimizer.
         self.optimizers = [Optimizer(*o) for o in max((rank["optimizers"] for rank in everyone), key=len)]
-        made = candidates(exchange.config)
+        made = candidates(exchange.config, has_nodes(exchange))
         self._plans: dict[str, Plan] = {}
         for label in [NONE, *self.codecs]:
             try:
@@ -219,11 +219,11 @@ class Figures:
         known = dict(measured or ({self.now: self.period} if self.now and link is None else {}))
         link = link or self.link
         rows = []
-        for label, change in changes().items():
+        for label, change in changes(has_nodes(self._exchange)).items():
             if label not in self._plans:
                 continue
             error = 0.0 if label == NONE else self.codecs[label]["error"]
-            risk = risk_of(label, error, self.optimizers)
+            risk = risk_of(change["compressor"], error, self.optimizers)
             seconds, nbytes = known.get(label, self.seconds(label, link)), self._plans[label].wire_bytes
             even = None if label == NONE else break_even(self.step(label), self.step(NONE), self.machine(link))
             rows.append(Row(label, seconds, nbytes, *risk, error, change, even, label in known))
@@ -339,6 +339,12 @@ def measure_inside(exchange: Exchange) -> Link | None:
     return Link(*probe.fit(points, local_size))
 
 
+def has_nodes(exchange: Exchange) -> bool:
+    """Return whether the ranks are on several nodes, and may exchange shards there as hierarchical does."""
+    of_framework = exchange._modules_for(exchange.ranks)
+    return 1 < exchange.ranks.local_size < exchange.size and of_framework is None
+
+
 def _local_size(exchange: Exchange) -> int:
     """Return the number of ranks on a node, as hierarchical was told it or as the launcher says; 0 if unknown."""
     used = (item.communicator for item in exchange.plan.exchanged)
@@ -370,7 +376,8 @@ def measure(watch: Watch) -> Figures:
     """Return what all ranks have measured; all of them must call it between the same two steps."""
     exchange = watch.exchange
     link, inside = measure_link(exchange), measure_inside(exchange)
-    mine = watch.figures({k: c for k, c in candidates(exchange.config).items() if k != NONE})
+    compared = candidates(exchange.config, has_nodes(exchange))
+    mine = watch.figures({label: config for label, config in compared.items() if label != NONE})
     return Figures(exchange, exchange.everyone(mine, "advice", "the measurements for advice"), link, inside)
 
 

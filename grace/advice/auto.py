@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
-from grace.advice.advise import Figures, best_of, measure, measure_link
+from grace.advice.advise import Figures, best_of, has_nodes, measure, measure_link
 from grace.advice.candidates import NONE, changes
 from grace.advice.model import Link, Machine
 from grace.advice.watch import Watch
@@ -163,7 +163,7 @@ class Auto(Watch):
         self._why = why
         self._skipped = _AFTER
         if label != self._label:
-            exchange._change(changes()[label], auto=True)
+            exchange._change(changes(has_nodes(exchange))[label], auto=True)
             self._label, self._since = label, int(exchange.run.step)
         if exchange._speaks:
             say(f"grace: auto takes {label} from step {int(exchange.run.step)}. {why}")

@@ -16,6 +16,8 @@ NONE = "none"
 RISKS = ("none", "low", "medium", "high")
 # Methods that only round to 16 bits.
 _ROUNDED = ("fp16", "bf16")
+# Methods that compress shards, which nodes may exchange.
+_BY_NODES = ("qsgd", "blockwise")
 # Beyond this error |x - C(x)|^2 / |x|^2 the study's evidence, of smaller ones, says little.
 _LARGE = 0.1
 # The period of "more local steps".
@@ -32,15 +34,23 @@ class Risk(NamedTuple):
         return f"{RISKS[self.grade]}: {self.reason}"
 
 
-def changes() -> dict[str, dict[str, Any]]:
-    """Return what each candidate changes in a configuration, by label, from the gentlest to the strongest."""
-    found = dict.fromkeys([NONE, _ROUNDED[0], *(start.config["compressor"] for start in STARTS), "powersgd"])
-    return {name: {**compressors.needed(name), "compressor": name} for name in found}
+def changes(nodes: bool = False) -> dict[str, dict[str, Any]]:
+    """Return what each candidate changes in a configuration, by label, from the gentlest to the strongest.
+
+    With `nodes`, the recommended quantizers also travel by hierarchical.
+    """
+    names = dict.fromkeys([NONE, _ROUNDED[0], *(start.config["compressor"] for start in STARTS), "powersgd"])
+    found = {}
+    for name in names:
+        found[name] = {**compressors.needed(name), "compressor": name}
+        if nodes and name in _BY_NODES:
+            found[f"{name} by nodes"] = {**found[name], "communicator": "hierarchical"}
+    return found
 
 
-def candidates(config: Config) -> dict[str, Config]:
+def candidates(config: Config, nodes: bool = False) -> dict[str, Config]:
     """Return the configurations to compare, by label, as changes of the user's; without what it cannot become."""
-    return {label: change_config(config, change) for label, change in changes().items()}
+    return {label: change_config(config, change) for label, change in changes(nodes).items()}
 
 
 def risk_of(label: str, error: float | None, optimizers: Sequence[Optimizer]) -> Risk:

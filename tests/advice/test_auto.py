@@ -17,6 +17,7 @@ from grace.advice.auto import Auto
 from grace.advice.candidates import Risk, changes, risk_of
 from grace.advice.model import Link, Machine, Round
 from grace.advice.watch import Watch
+from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.config.recommended import Optimizer
 from grace.core.config.registry import compressors
@@ -289,6 +290,24 @@ def test_the_link_within_a_node_is_measured_where_nodes_are_known(monkeypatch):
     figures.inside, figures._exchange = inside, simulation
     figures.ranks = 4
     assert figures.machine(SLOW) == Machine(4, SLOW, 2, inside)
+
+
+def test_on_several_nodes_quantizers_also_travel_by_hierarchical(monkeypatch):
+    job = Job(monkeypatch, SLOW)
+    codecs = {label: CODEC for label in changes(nodes=True) if label != "none"}
+    for ranks, expected in ((Ranks(8), False), (Ranks(8, 8), False), (Ranks(8, 1), False), (Ranks(8, 4), True)):
+        job.simulation.ranks = ranks
+        assert advise.has_nodes(job.simulation) is expected
+    figures = job.measured(codecs=codecs, period=1.0, exposed=0.98)
+    figures.inside, figures.ranks = Link(1e10, 0.0), 8
+    advice = figures.advice()
+    rows = {row.label: row for row in advice.rows}
+    assert set(rows) == {*changes(), "qsgd by nodes", "blockwise by nodes", "8 local steps"}
+    assert rows["qsgd by nodes"].grade == rows["qsgd"].grade
+    # Of the gradients, a quarter of each byte leaves a node instead of each byte of four ranks.
+    assert rows["qsgd by nodes"].seconds < rows["qsgd"].seconds
+    assert advice.best.endswith(" by nodes")
+    assert grace.make_config(advice.config).method.communicator == Hierarchical()
 
 
 def test_modules_of_fsdp_are_reduced_and_gathered_as_it_does(monkeypatch):
