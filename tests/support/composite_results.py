@@ -6,6 +6,7 @@ Elements are multiples of 2^-10, so that sums in float64 are exact in any order.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
@@ -35,12 +36,12 @@ class Call(NamedTuple):
     expected: tuple[np.ndarray, ...]
 
 
-Case = Callable[[int, str], Iterator[Call]]
-CASES: dict[str, Case] = {}
+CASES: dict[str, Callable[[int, str], tuple[Call, ...]]] = {}
 
 
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
+def case(function: Callable[[int, str], Iterator[Call]]) -> Callable[[int, str], Iterator[Call]]:
+    # Every backend gets copies of the arguments, so that all of them can have the same calls.
+    CASES[function.__name__] = functools.cache(lambda n, dtype: tuple(function(n, dtype)))
     return function
 
 
@@ -394,10 +395,10 @@ def bucket_norms(n, dtype):
 
 def transformed(x: np.ndarray) -> np.ndarray:
     """Return the Hadamard transform by its definition: the sign of (i, j) is that of the common bits of i and j."""
-    if len(x) == 1:
-        return x
-    low, high = transformed(x[0::2] + x[1::2]), transformed(x[0::2] - x[1::2])
-    return np.stack([low, high], axis=1).ravel()
+    rows = x[None]
+    while rows.shape[1] > 1:
+        rows = np.concatenate([rows[:, 0::2] + rows[:, 1::2], rows[:, 0::2] - rows[:, 1::2]])
+    return rows.ravel()
 
 
 def signs(n: int, stream: int, rank: int) -> np.ndarray:
