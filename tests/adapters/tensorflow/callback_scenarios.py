@@ -17,7 +17,7 @@ import tensorflow as tf
 from grace.tensorflow import BroadcastGlobalVariablesCallback, MetricAverageCallback, StatisticsCallback
 from tests.adapters.tensorflow.loss_scaling_scenarios import mixed_float16, scaled, states
 from tests.adapters.tensorflow.model import PROCESS_SETS, digest, sgd, wrap
-from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples, traces_of
+from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples, small_net, traces_of
 
 
 class Look(keras.callbacks.Callback):
@@ -186,7 +186,7 @@ def _tags(folder: str) -> list[str]:
 def apart() -> dict[str, Any]:
     """Train even and odd ranks separately: optimizer, callbacks, and a loaded model that needs its process set."""
     mine = PROCESS_SETS[hvd.rank() % 2]
-    model = net(seed=hvd.rank())
+    model = small_net(seed=hvd.rank())
     model.compile(wrap(TOPK, process_set=mine), "mse", run_eagerly=True)
     callbacks = [BroadcastGlobalVariablesCallback(hvd.rank() % 2, mine), MetricAverageCallback(mine)]
     history = fit(model, 2, callbacks=callbacks).history["loss"]

@@ -14,7 +14,7 @@ import tensorflow as tf
 from grace.tensorflow import DistributedGradientTape, Exchange, KerasState
 from grace.tensorflow.optim import OneBitAdam, ZeroOneAdam
 from tests.adapters.tensorflow.model import digest, joined, sgd, wrap
-from tests.adapters.tensorflow.usage_model import by_hand, error_of, fit, net
+from tests.adapters.tensorflow.usage_model import by_hand, error_of, fit, small_net
 from tests.support.cases import EVERYTHING
 from tests.support.records import Records
 
@@ -27,7 +27,7 @@ class Run:
     def __init__(
         self, way: str, config: dict[str, Any] = CONFIG, model: keras.Model | None = None, **more: Any
     ) -> None:
-        self.way, self.model = way, model or net()
+        self.way, self.model = way, model or small_net()
         with mock.patch.dict("os.environ", HOROVOD_ELASTIC="1"):
             if way == "tape":
                 self.exchange, optimizer = Exchange(config), sgd()
@@ -166,7 +166,7 @@ def elastic_meetings(name: str) -> dict[str, Any]:
     """Go on after a reset between two meetings, with the same ranks and with rank 1 as a new one."""
 
     def made() -> keras.Model:
-        model = net()
+        model = small_net()
         with mock.patch.dict("os.environ", HOROVOD_ELASTIC="1"):
             model.compile(MEETINGS[name](), "mse", jit_compile=False)
         return model

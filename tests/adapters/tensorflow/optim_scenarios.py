@@ -14,7 +14,17 @@ import tensorflow as tf
 import grace
 from grace.tensorflow.optim import Lamb, Lans, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.adapters.tensorflow.model import digest
-from tests.adapters.tensorflow.usage_model import applying, by_hand, error_of, fit, gradients, net, samples, traces_of
+from tests.adapters.tensorflow.usage_model import (
+    applying,
+    by_hand,
+    error_of,
+    fit,
+    gradients,
+    net,
+    samples,
+    small_net,
+    traces_of,
+)
 from tests.support.cases import LAYERS
 from tests.support.covering import ALL
 from tests.support.one_bit import MomentaOfThePaper
@@ -26,7 +36,7 @@ class OfAllRanks:
     """The model of each rank in one process, with its gradients."""
 
     def __init__(self) -> None:
-        self.nets = [net() for _ in range(hvd.size())]
+        self.nets = [small_net() for _ in range(hvd.size())]
         self.names = [v.path for v in self.nets[0].trainable_variables]
 
     def gradients(self, step: int) -> list[dict[str, np.ndarray]]:
@@ -63,7 +73,7 @@ def compared(
     make: Callable[[], Any], follow: Iterator[OfAllRanks], steps: int, loaded: tuple[int, ...]
 ) -> dict[str, Any]:
     """Train by `fit` beside a reference, and go on from files that were saved before some of the steps."""
-    model, off, after, saved = net(), [], [], {}
+    model, off, after, saved = small_net(), [], [], {}
     model.compile(make(), "mse")
     traces = traces_of(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +113,7 @@ def by_keras(paths: tuple[str, str], make: Callable[[], Any]) -> keras.Model:
 
 def before_built(paths: tuple[str, str], make: Callable[[], Any], steps: int = 0) -> keras.Model:
     """Restore a checkpoint of TensorFlow into another model, whose optimizer has no variables yet."""
-    model = net(seed=1)
+    model = small_net(seed=1)
     model.compile(make(), "mse")
     fit(model, steps) if steps else None
     status = tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(paths[1])
@@ -235,7 +245,7 @@ def keras_optimizers_in_use() -> dict[str, Any]:
         results[kind.__name__] = digest(trained.trainable_variables)
     # The rules themselves.
     ranks, ops = OfAllRanks(), grace.get_ops("numpy")
-    exact, rule = net(), Lamb.rule(weight_decay=0.01)
+    exact, rule = small_net(), Lamb.rule(weight_decay=0.01)
     wrapped = grace.tensorflow.DistributedOptimizer(Lamb(LR, weight_decay=0.01), compressor="none", **LAYERS)
     exact.compile(wrapped, "mse")
     states = {name: rule.init(ops, w) for name, w in ranks.weights().items()}

@@ -14,7 +14,7 @@ import tensorflow as tf
 from grace.tensorflow import BroadcastGlobalVariablesCallback, DistributedGradientTape, DistributedOptimizer, Exchange
 from tests.adapters.tensorflow.loss_scaling_scenarios import scaled
 from tests.adapters.tensorflow.model import digest, sgd, state_of, wrap
-from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples
+from tests.adapters.tensorflow.usage_model import NONE, TOPK, error_of, fit, net, samples, small_net
 from tests.support.cases import EVERYTHING
 
 
@@ -48,7 +48,7 @@ def wrapped_after_steps() -> dict[str, Any]:
     """Wrap an optimizer that has trained, with and without compiling again, and return the steps of the exchange."""
     results: dict[str, Any] = {}
     for label in ("compiled again", "kept", "scaled"):
-        model, plain = net(seed=hvd.rank()), sgd()
+        model, plain = small_net(seed=hvd.rank()), sgd()
         model.compile(scaled(plain) if label == "scaled" else plain, "mse")
         fit(model, 2)
         traced = model.train_function

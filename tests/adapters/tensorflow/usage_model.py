@@ -19,14 +19,22 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.25, **EVERYTHING}
 POWERSGD = {"compressor": "powersgd", **EVERYTHING}
 
 
-def net(seed: int = 0, name: str = "net") -> keras.Model:
+def net(seed: int = 0, name: str = "net", *, biases: bool = True) -> keras.Model:
     """Return two dense layers, which are fast to trace. Ranks with the same seed have the same weights."""
     rng = np.random.default_rng(seed)
-    layers = [keras.layers.Dense(16, activation="relu", name="hidden"), keras.layers.Dense(4, name="out")]
+    layers = [
+        keras.layers.Dense(16, activation="relu", use_bias=biases, name="hidden"),
+        keras.layers.Dense(4, use_bias=biases, name="out"),
+    ]
     model = keras.Sequential([keras.Input((8,)), *layers], name=name)
     for variable in model.trainable_variables:
         variable.assign(rng.normal(0.0, 0.3, variable.shape))
     return model
+
+
+def small_net(seed: int = 0) -> keras.Model:
+    """Return `net` without biases. Each tensor takes time in every trace, and two are enough for many rules."""
+    return net(seed, biases=False)
 
 
 def samples(steps: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
