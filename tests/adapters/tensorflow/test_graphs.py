@@ -272,6 +272,23 @@ def test_ranks_at_different_steps_are_told_by_the_graph():
         graph.step(gradients(graph, 0))
 
 
+def test_parted_replicas_of_ranks_at_other_steps_get_the_error_about_their_steps():
+    """Their weights differ as well, because only some of them have loaded a checkpoint."""
+    from grace.tensorflow import replicas
+
+    # The digests of a weight and a state, the steps of the process, and the step.
+    equal, other = [7, 8, 5, 40], [9, 8, 5, 40]
+    assert replicas._explained(["w", "state"], 1, 0, np.array([equal, equal])) == b""
+    assert b"MismatchError: the weights or shared states of rank 1 and rank 0 differ before step 40, in 'w'" in (
+        replicas._explained(["w", "state"], 1, 1, np.array([equal, other]))
+    )
+    for taken in (1, 5):
+        told = np.array([[7, 8, taken, 40], [9, 8, taken, 38]])
+        assert replicas._explained(["w", "state"], 1, 1, told).startswith(
+            b"MismatchError: the ranks are not at the same step (seen by rank 1)"
+        )
+
+
 def test_the_device_of_a_variable_decides_on_the_kernels():
     """TensorFlow's kernels run on the CPU only. On a GPU, the gradients stay on their device."""
     import keras

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.support.covering import ALL
@@ -33,22 +32,6 @@ def test_replicas_that_start_with_other_weights_are_refused_at_the_second_step(l
             assert "BroadcastGlobalVariablesCallback(0) to fit()" in error, label
             assert "hvd.broadcast_variables([v.value for v in model.weights], root_rank=0)" in error, label
             assert error.startswith("MismatchError" if label in ("loop", "tapes") else "InvalidArgumentError"), label
-
-
-def test_ranks_at_other_steps_get_the_error_about_their_steps():
-    """Their weights differ as well, because only some of them have loaded a checkpoint."""
-    replicas = pytest.importorskip("grace.tensorflow.replicas")
-    # The digests of a weight and a state, the steps of the process, and the step.
-    equal, other = [7, 8, 5, 40], [9, 8, 5, 40]
-    assert replicas._explained(["w", "state"], 1, 0, np.array([equal, equal])) == b""
-    assert b"MismatchError: the weights or shared states of rank 1 and rank 0 differ before step 40, in 'w'" in (
-        replicas._explained(["w", "state"], 1, 1, np.array([equal, other]))
-    )
-    for taken in (1, 5):
-        told = np.array([[7, 8, taken, 40], [9, 8, taken, 38]])
-        assert replicas._explained(["w", "state"], 1, 1, told).startswith(
-            b"MismatchError: the ranks are not at the same step (seen by rank 1)"
-        )
 
 
 @two_ranks
