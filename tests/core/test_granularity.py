@@ -20,6 +20,7 @@ from grace.core.plan.unit import GRAIN
 from grace.core.session.simulation import poll_all
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, host, same
+from tests.support.covering import ALL
 from tests.support.reference_step import Reference, reference
 from tests.support.steps import (
     CUTS,
@@ -47,6 +48,11 @@ from tests.support.steps import (
 FLAT = {name: chosen for name, chosen in TYPICAL.items() if chosen.compressor.flat}
 BAD = {"nan": np.nan, "inf": np.inf}
 OTHERS = [framework for framework in FRAMEWORKS if framework != "numpy"]
+
+
+def in_time(row):
+    """Return whether a row takes less than seconds: eager TensorFlow solves for the values of a sketch one by one."""
+    return ALL or (row["chosen"], row["framework"]) != ("homomorphic", "tensorflow")
 
 
 def flat_gradients(sim, given):
@@ -199,7 +205,7 @@ def test_layers_are_what_the_parts_make_of_every_tensor(chosen, size):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@each(chosen=TYPICAL, framework=OTHERS)
+@each(in_time, chosen=TYPICAL, framework=OTHERS)
 def test_layers_are_the_same_in_every_framework(chosen, framework):
     specs = specs_in(framework, chosen)
     ops = get_ops(framework)
@@ -235,7 +241,7 @@ def test_a_unit_is_compressed_as_one_tensor(chosen, cut):
             assert same(value, np.asarray(theirs[name][kind][key])), (name, key)
 
 
-@each(chosen=TYPICAL, framework=OTHERS)
+@each(in_time, chosen=TYPICAL, framework=OTHERS)
 def test_a_unit_is_compressed_as_one_tensor_in_every_framework(chosen, framework):
     specs = [spec for spec in MIXED if spec.name in ("matrix", "vector", "long", "empty", "double")]
     sim = simulate(chosen, framework, size=2, specs=specs, **CUTS["small buckets"])
