@@ -103,7 +103,7 @@ def test_weights_meet_after_local_steps(launch):
     assert all(result["none"]["off"] < 1e-6 for result in ranks)
 
 
-@on(TORCHRUN, TWO)
+@on(TORCHRUN, TWO, usual={TORCHRUN})
 def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
     ranks = scenario("outer_steps", launch)
     for name in ranks[0]:
