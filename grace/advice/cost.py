@@ -26,6 +26,8 @@ SIZES = (1 << 13, 1 << 20)
 # Up to the first number of ranks, all of them are simulated. The cost on more goes on as from the first to the second.
 RANKS = (4, 8)
 REPETITIONS = (30, 4)
+# What default rules do not leave as it is.
+_MATRIX = TensorSpec("x", (1024, 128))
 # Payloads have as many bytes on more nodes, and a plan for thousands of them would have as many shards.
 _NODES = 2
 # Bytes of DDP's buckets: the first one, and all others.
@@ -94,12 +96,16 @@ class Codecs:
         if ranks <= few:
             return self._measured(config, ranks)
         low, high = self._measured(config, few), self._measured(config, many)
+        # Sums come as one payload. Of two_shot there are as many shards as ranks, but no more elements. What differs
+        # there between few ranks and many is mostly noise, which must not grow with the ranks.
+        law = law_of(_communicator(_MATRIX, config, Ranks(ranks)))
+        reach = {"allreduce": (many, many), "two_shot": (ranks, many)}.get(law, (ranks, ranks))
 
         def beyond(a: Cost, b: Cost) -> Cost:
             return Cost(
                 *(
-                    x + min(max(0.0, y - x) * (ranks - few) / (many - few), x * (ranks / few - 1))
-                    for x, y in zip(a, b, strict=True)
+                    x + min(max(0.0, y - x) * (min(n, ranks) - few) / (many - few), x * (min(n, ranks) / few - 1))
+                    for x, y, n in zip(a, b, reach, strict=True)
                 )
             )
 

@@ -110,6 +110,16 @@ def test_costs_are_measured_once_and_extrapolated_beyond_eight_ranks():
     assert many.after.seconds(1, 1 << 16) >= four.after.seconds(1, 1 << 16)
 
 
+@pytest.mark.parametrize(("name", "factors"), [("fp16", (2, 2)), ("qsgd", (4, 2)), ("topk", (4, 4))])
+def test_only_work_that_depends_on_the_ranks_grows_with_them(name, factors, monkeypatch):
+    codecs = cost.Codecs(set_up("numpy", "cpu", 1, True))
+    # Twice the cost on twice the ranks.
+    costs = {n: cost.Cost(float(n), n / 10) for n in cost.RANKS}
+    monkeypatch.setattr(codecs, "_measured", lambda config, n: cost.Codec(costs[n], costs[n], 1.0, 0.0))
+    found = codecs.of(make_config({"compressor": name}), Ranks(16))
+    assert found.after == pytest.approx((4.0 * factors[0], 0.4 * factors[1]))
+
+
 def by_nodes(name, **options):
     nodes = {"name": "hierarchical", **options}
     return make_config({"compressor": name, "default_rules": False, "communicator": nodes})
