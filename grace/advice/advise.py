@@ -97,14 +97,14 @@ class Advice:
     @property
     def table(self) -> str:
         """The candidates by time, with their risks."""
-        lines = [f"{'method':<14} {'step':>10} {'bytes':>10} {'efficiency':>10} {'pays below':>12} {'error':>9}  risk"]
+        lines = [f"{'method':<18} {'step':>10} {'bytes':>10} {'efficiency':>10} {'pays below':>12} {'error':>9}  risk"]
         for row in sorted(self.rows, key=lambda row: row.seconds):
             error = "" if row.error is None else f"{row.error:.2e}"
             even = "" if row.break_even is None else f"{8 * row.break_even / 1e9:.3g} Gbit/s"
             step = f"{row.seconds * 1e3:.4g} ms{'' if row.measured else ' *'}"
             efficiency = f"{100 * min(1.0, self.compute / row.seconds):.0f} %"
             lines.append(
-                f"{row.label:<14} {step:>10} {in_units(round(row.nbytes)):>10} {efficiency:>10} {even:>12} {error:>9}  "
+                f"{row.label:<18} {step:>10} {in_units(round(row.nbytes)):>10} {efficiency:>10} {even:>12} {error:>9}  "
                 f"{RISKS[row.grade]}: {row.reason}"
             )
         return "\n".join(lines)
