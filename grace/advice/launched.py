@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: The first steps, in which buffers and connections are made, are not counted; so many after them are.
 WARM, STEPS = 5, 20
-# Fewer steps are counted if they would take longer than so many seconds, but at least so many.
+# Fewer steps are counted if all would take longer than so many seconds, but at least so many.
 _SECONDS, _LEAST = 30.0, 3
 # Seconds that a rank stays after its last collective.
 _LINGER_S = 1.0
@@ -46,8 +46,9 @@ class Launched(Watch):
         exchange = self.exchange
         if self._first:
             periods = exchange.everyone(statistics.median(self.periods), "advice", "the times of the first steps")
+            left = int(_SECONDS / max(*periods, 1e-9)) - WARM
             # Counts again, from nothing.
-            Watch.__init__(self, exchange, min(STEPS, max(_LEAST, int(_SECONDS / max(*periods, 1e-9)))))
+            Watch.__init__(self, exchange, min(STEPS, max(_LEAST, left)))
             self._first = False
             return
         advice = measure(self).advice()

@@ -15,6 +15,7 @@ from grace.advice import accuracy, advise, auto, forecast, watch
 from grace.advice.advise import Figures, best_of
 from grace.advice.auto import Auto
 from grace.advice.candidates import Risk, changes, risk_of
+from grace.advice.launched import Launched
 from grace.advice.model import Link, Machine, Round
 from grace.advice.watch import Watch
 from grace.core.communicators.hierarchical import Hierarchical
@@ -432,6 +433,17 @@ def test_advice_says_whether_it_pays_and_can_be_written(monkeypatch):
     reason = {"reason": "no gradient was seen that could be compressed"}
     left_out = job.measured(codecs={"fp16": CODEC, "qsgd": reason}).advice()
     assert "Left out: qsgd, because no gradient was seen" in str(left_out)
+
+
+@pytest.mark.parametrize(("seconds", "counted"), [(0.1, 20), (2.0, 10), (60.0, 3)])
+def test_a_launched_job_counts_fewer_steps_if_they_are_slow(seconds, counted, monkeypatch, tmp_path):
+    simulation, now = grace.Simulation(2, TENSORS, {"compressor": "none"}), itertools.count(0.0, seconds)
+    monkeypatch.setenv("GRACE_ADVISE", str(tmp_path))
+    watching = Launched(simulation)
+    while not watching.complete:
+        watching.begin(next(now))
+    watching.decide()
+    assert (watching.complete, watching.steps) == (False, counted)
 
 
 def test_codecs_are_measured_on_gradients_of_the_job():
