@@ -32,7 +32,7 @@ def test_auto_goes_on_with_its_method_in_new_processes(way, size, tmp_path):
         assert {point: trial for point, (_, trial) in saved["points"].items()} == {"trial": True, "chosen": False}
         for point, (at, _) in saved["points"].items():
             assert found[point]["exact"]
-            assert found[point]["difference"] == 0
+            assert found[point]["difference"] < 1e-6
             assert found[point]["steps"] == saved["steps"][at:]
             assert found[point]["steps"][-1].startswith("topk ")
             assert found[point]["auto"]
