@@ -151,19 +151,20 @@ def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(la
         assert "each hold a part of parameter" in errors["parts"]
 
 
+# Those beside a simulation, below, run the same lines.
+@pytest.mark.slow
 @on(TWO_TENSORFLOW)
 def test_outer_steps_in_graphs_follow_the_recursion(launch):
     ranks = scenario("tf_outer_steps", launch)
     for rank in ranks:
-        for name in ("none", "elastic") if ALL else ("none",):
+        for name in ("none", "elastic"):
             assert max(rank[name]["off"]) < 1e-5, rank[name]["off"]
             assert rank[name]["resumed"], name
         assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
-    if ALL:
-        assert ranks[0]["topk"]["resumed"]
-        # Two steps of warm-up, and meetings after steps 5 and 8.
-        apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
-        assert apart == [1, 1, 2, 2, 1, 2, 2, 1]
+    assert ranks[0]["topk"]["resumed"]
+    # Two steps of warm-up, and meetings after steps 5 and 8.
+    apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
+    assert apart == [1, 1, 2, 2, 1, 2, 2, 1]
     assert len({rank["none"]["apart"][7] for rank in ranks}) == 2, "each rank keeps a share of its own weights"
 
 

@@ -15,7 +15,7 @@ TWO = Launch(TENSORFLOW, "horovodrun-gloo", 2)
 
 
 @on(TWO)
-@pytest.mark.parametrize("way", rest_slow(["fit", "apply", "tape"], 2))
+@pytest.mark.parametrize("way", rest_slow(["fit", "apply", "tape"], 1))
 def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(way, launch):
     ranks = scenario("elastic", launch, way)
     for rank in ranks:
