@@ -103,17 +103,18 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     from tests.support import ranks
 
+    marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
     for item in items:
-        for mark in ELSEWHERE:
-            if item.get_closest_marker(mark) and mark not in _said(item.path):
+        for mark in marks[item].intersection(ELSEWHERE):
+            if mark not in _said(item.path):
                 raise pytest.UsageError(f"{item.nodeid}: its file must say {mark}, or -m {mark} does not read it")
     if not config.getoption("--all"):
-        _leave_out(config, items, {item for item in items if item.get_closest_marker("slow")})
+        _leave_out(config, items, {item for item in items if "slow" in marks[item]})
     if config.stash.get(QUICK, False):
         _leave_out(config, items, {item for item in items if _is_rare(item.nodeid)})
     items[:] = ranks.grouped(items)
     # Long tests first: at the end, the other workers would wait for one.
-    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+    items.sort(key=lambda item: "first" not in marks[item])
 
 
 def _leave_out(config, items, chosen):
