@@ -22,11 +22,23 @@ int64_t tail_of(int64_t n, int64_t block) {
     return tail;
 }
 
-// The rotation of n elements, with the levels of input i, and signs from the key of a rank.
+// Integer i as the number of transforms: true for two, false for one.
+bool twice_at(const Call& call, int i) {
+    const int64_t transforms = call.integer(i);
+    if (transforms != 1 && transforms != 2) {
+        call.fail(Error::Kind::value, "expected 1 or 2 transforms, received " + std::to_string(transforms));
+    }
+    return transforms == 2;
+}
+
+// The rotation of n elements, with the levels of input i, and signs from the key of a rank. Its block and transforms
+// begin at integer `first`.
 template <class T>
-Rotation<T> rotation_of(const Call& call, int i, int64_t block, int64_t n, const RandomKey& key, uint32_t rank) {
+Rotation<T> rotation_of(const Call& call, int i, int first, int64_t n, const RandomKey& key, uint32_t rank) {
+    const int64_t block = block_at(call, first);
+    const bool twice = twice_at(call, first + 1);
     const int bits = level_bits(call, i);
-    return {n, block, tail_of(n, block), call.input<T>(i), bits, signs_of(key, rank)};
+    return {n, block, tail_of(n, block), call.input<T>(i), bits, signs_of(key, rank, twice)};
 }
 
 // The codes of all ranks from input `first` on, and after them their scales.
@@ -56,14 +68,14 @@ int64_t each(int64_t block) { return kPiece / block; }
 
 // Rotates x by the signs of a rank and rounds it. The noise of the rounding is always that of the key.
 void encode(Call& call, uint32_t rank) {
-    const int64_t block = block_at(call, 0);
-    const bool fit = call.integer(1) != 0, stochastic = call.integer(2) != 0;
-    const RandomKey key = key_at(call, 3);
+    const bool fit = call.integer(2) != 0, stochastic = call.integer(3) != 0;
+    const RandomKey key = key_at(call, 4);
     dispatch(call, call.input(0), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
         const int64_t n = call.input(0).size;
         const T* x = call.input<T>(0);
-        const Rotation<T> by = rotation_of<T>(call, 1, block, n, key, rank);
+        const Rotation<T> by = rotation_of<T>(call, 1, 0, n, key, rank);
+        const int64_t block = by.block;
         uint8_t* codes = call.output<uint8_t>(packed_size(by.coded(), by.bits));
         T* scales = call.output<T>(by.blocks());
         GRACE_GPU(call, rotated_encode, x, by, fit, stochastic ? &key : nullptr, codes, scales);
@@ -94,32 +106,34 @@ GRACE_KERNEL(rotate, "x T; block, back, key -> T[rotated]") {
     });
 }
 
-GRACE_KERNEL(rotated_encode, "x T, levels T; block, fit, stochastic, key -> uint8[packed], T[blocks]") {
-    call.expect(2, 7, 0);
-    encode(call, key_at(call, 3).rank);
-}
-
-GRACE_KERNEL(shared_rotated_encode, "x T, levels T; block, fit, stochastic, key, salt -> uint8[packed], T[blocks]") {
+GRACE_KERNEL(rotated_encode, "x T, levels T; block, transforms, fit, stochastic, key -> uint8[packed], T[blocks]") {
     call.expect(2, 8, 0);
-    encode(call, static_cast<uint32_t>(call.integer(7)));
+    encode(call, key_at(call, 4).rank);
 }
 
-GRACE_KERNEL(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, n, key, "
-                          "has_onto -> T[n]") {
-    const int ranks = ranks_at(call, 0), first = call.integer(7) != 0 ? 1 : 0;
-    call.expect(first + 3 * ranks + 1, 8, 0);
-    const int64_t block = block_at(call, 1), n = call.length(2);
-    const RandomKey key = key_at(call, 3);
+GRACE_KERNEL(shared_rotated_encode, "x T, levels T; block, transforms, fit, stochastic, key, salt -> uint8[packed], "
+                                    "T[blocks]") {
+    call.expect(2, 9, 0);
+    encode(call, static_cast<uint32_t>(call.integer(8)));
+}
+
+GRACE_KERNEL(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..., levels T; ranks, block, transforms, "
+                          "n, key, has_onto -> T[n]") {
+    const int ranks = ranks_at(call, 0), first = call.integer(8) != 0 ? 1 : 0;
+    call.expect(first + 3 * ranks + 1, 9, 0);
+    const int64_t n = call.length(3);
+    const RandomKey key = key_at(call, 4);
     dispatch(call, call.input(first + 3 * ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const Rotation<T> by = rotation_of<T>(call, first + 3 * ranks, block, n, key, key.rank);
+        const Rotation<T> by = rotation_of<T>(call, first + 3 * ranks, 1, n, key, key.rank);
+        const int64_t block = by.block;
         const std::vector<Coded<T>> payloads = payloads_at<T>(call, first, ranks, by);
         std::vector<const int32_t*> salts;
         for (int r = 0; r < ranks; ++r) salts.push_back(call.input<int32_t>(first + 2 * ranks + r, 1));
         const Target<T> to = target_of<T>(call, first == 1, n);
         GRACE_GPU(call, rotated_sum, payloads, salts, key, by, to.onto, to.out);
         std::vector<RotationKey> keys;
-        for (const int32_t* salt : salts) keys.push_back(signs_of(key, static_cast<uint32_t>(*salt)));
+        for (const int32_t* salt : salts) keys.push_back(signs_of(key, static_cast<uint32_t>(*salt), by.key.twice));
         call.parallel(divide_up(by.blocks(), each(block)), [&](int64_t task) {
             loops<T>().rotated_sum(payloads.data(), keys.data(), ranks, &by, to.onto, to.out, task * each(block),
                                    std::min(by.blocks(), (task + 1) * each(block)), to.around);
@@ -127,15 +141,16 @@ GRACE_KERNEL(rotated_sum, "[onto_ T], codes uint8..., scales T..., salts int32..
     });
 }
 
-GRACE_KERNEL(shared_rotated_sum, "[onto_ T], codes uint8..., scales T..., levels T; ranks, block, n, key, has_onto -> "
-                                 "T[n]") {
-    const int ranks = ranks_at(call, 0), first = call.integer(7) != 0 ? 1 : 0;
-    call.expect(first + 2 * ranks + 1, 8, 0);
-    const int64_t block = block_at(call, 1), n = call.length(2);
-    const RandomKey key = key_at(call, 3);
+GRACE_KERNEL(shared_rotated_sum, "[onto_ T], codes uint8..., scales T..., levels T; ranks, block, transforms, n, key, "
+                                 "has_onto -> T[n]") {
+    const int ranks = ranks_at(call, 0), first = call.integer(8) != 0 ? 1 : 0;
+    call.expect(first + 2 * ranks + 1, 9, 0);
+    const int64_t n = call.length(3);
+    const RandomKey key = key_at(call, 4);
     dispatch(call, call.input(first + 2 * ranks), [&](auto* type) {
         using T = of_pointer<decltype(type)>;
-        const Rotation<T> by = rotation_of<T>(call, first + 2 * ranks, block, n, key, key.rank);
+        const Rotation<T> by = rotation_of<T>(call, first + 2 * ranks, 1, n, key, key.rank);
+        const int64_t block = by.block;
         const std::vector<Coded<T>> payloads = payloads_at<T>(call, first, ranks, by);
         const Target<T> to = target_of<T>(call, first == 1, n);
         GRACE_GPU(call, shared_rotated_sum, payloads, by, to.onto, to.out);

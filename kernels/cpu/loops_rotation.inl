@@ -1,4 +1,4 @@
-// Rotations in blocks: random signs and a Hadamard transform, twice. Included by loops.inl.
+// Rotations in blocks: random signs and a Hadamard transform, twice or once. Included by loops.inl.
 
 namespace grace {
 namespace GRACE_ISA {
@@ -654,17 +654,22 @@ struct Signs {
     }
 };
 
-// H D' H D of a block of at least kNeighbours floats, whose elements from i on load(i) returns, with the factor `unit` on
-// what D' negates. `held` has room for the block. The passes that change signs are those that load and store.
+// H D' H of a block of at least kNeighbours floats, whose elements from i on load(i) returns, with the factor `unit` on
+// what D' negates; or H of it, by one transform. `held` has room for the block. The passes that change signs are those
+// that load and store.
 template <class Load, class Store>
-GRACE_LOCAL void turn(Load load, const Signs& second, float unit, int64_t width, float* held, Store store) {
+GRACE_LOCAL void turn(Load load, const RotationKey& key, int64_t first, float unit, int64_t width, float* held,
+                      Store store) {
     constexpr int64_t near = kNeighbours<float>;
-    const __m512 by = _mm512_set1_ps(unit);
-    const auto keep = [&](int64_t i, __m512 values) { _mm512_storeu_ps(held + i, values); };
     transform_neighbours<kStages>(load, held, width);
-    transform_rest(held, width, near, keep);
-    const auto again = [&](int64_t i) { return _mm512_mul_ps(second.of(_mm512_loadu_ps(held + i), i), by); };
-    transform_neighbours<kStages>(again, held, width);
+    if (key.twice) {
+        const Signs second(key.second, first, width);
+        const __m512 by = _mm512_set1_ps(unit);
+        const auto keep = [&](int64_t i, __m512 values) { _mm512_storeu_ps(held + i, values); };
+        const auto again = [&](int64_t i) { return _mm512_mul_ps(second.of(_mm512_loadu_ps(held + i), i), by); };
+        transform_rest(held, width, near, keep);
+        transform_neighbours<kStages>(again, held, width);
+    }
     if (width == near) {
         for (int64_t i = 0; i < width; i += 16) store(i, _mm512_loadu_ps(held + i));
     } else {
@@ -673,31 +678,35 @@ GRACE_LOCAL void turn(Load load, const Signs& second, float unit, int64_t width,
 }
 #endif
 
-// y = H D' H D x / d of a block, with zeros from `length` on.
+// H D' H y of a whole block, in place, with the factor `unit` on what D' negates; or H y, by one transform.
+template <class T> GRACE_LOCAL void turn(const RotationKey& key, int64_t first, T unit, int64_t width, T* y) {
+    hadamard(y, width);
+    if (!key.twice) return;
+    flip_signs<T>(key.second, first, y, unit, nullptr, y, width);
+    hadamard(y, width);
+}
+
+// y = H D' H D x / d of a block, with zeros from `length` on; or H D x, by one transform.
 template <class T>
 GRACE_LOCAL void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == sizeof(float)) {
         if (length == width && width >= kNeighbours<T>) {
-            const Signs signs(key.first, first, width), second(key.second, first, width);
+            const Signs signs(key.first, first, width);
             const auto load = [&](int64_t i) { return signs.of(_mm512_loadu_ps(x + i), i); };
             const auto store = [&](int64_t i, __m512 values) { _mm512_storeu_ps(y + i, values); };
-            return turn(load, second, 1.0f / float(width), width, y, store);
+            return turn(load, key, first, 1.0f / float(width), width, y, store);
         }
     }
 #endif
     flip_signs<T>(key.first, first, x, T(1), nullptr, y, length);
     for (int64_t i = length; i < width; ++i) y[i] = T(0);
-    hadamard(y, width);
-    flip_signs<T>(key.second, first, y, T(1) / T(width), nullptr, y, width);
-    hadamard(y, width);
+    turn(key, first, T(1) / T(width), width, y);
 }
 
-// The inverse of `rotate_block` on a whole block, in place.
+// The inverse of `rotate_block` with two transforms on a whole block, in place.
 template <class T> GRACE_LOCAL void rotate_back(const RotationKey& key, int64_t first, int64_t width, T* y) {
-    hadamard(y, width);
-    flip_signs<T>(key.second, first, y, T(1) / T(width), nullptr, y, width);
-    hadamard(y, width);
+    turn(key, first, T(1) / T(width), width, y);
     flip_signs<T>(key.first, first, y, T(1), nullptr, y, width);
 }
 
@@ -823,7 +832,9 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
         }
         rotate_block(x + first, by->key, first, length, width, rotated);
         const T norm = T(__builtin_sqrt(squares[place]));
-        const T reach = fit ? norm * T(1 / __builtin_sqrt(double(width))) : max_abs(rotated, width);
+        const bool twice = by->key.twice;
+        const T root = twice ? T(1 / __builtin_sqrt(double(width))) : T(1);
+        const T reach = fit ? norm * root : max_abs(rotated, width);
         // Elements that count as infinite show in the scale. `largest` may be that of the other block of a pair.
         const bool shown = magnitude_bits(largest) > largest_bits<T>() &&
                            magnitude_bits(max_abs(x + first, length)) > largest_bits<T>();
@@ -869,7 +880,7 @@ static void rotated_codes_by(const T* x, const Rotation<T>* by, bool fit, const 
             look_up<bits>(by->levels, codes + i, values, some);
             product += sum_products(rotated + i, values, some);
         }
-        scales[block] = fitted_scale(norm, T(product)) / T(width);
+        scales[block] = fitted_scale(norm, T(product)) / (twice ? T(width) : T(1));
     }
 }
 
@@ -897,7 +908,7 @@ static void rotated_sum_by(const Coded<T>* ranks, const RotationKey* keys, int c
                 if (length == width && width >= kNeighbours<T>) {
                     const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + first;
                     const uint8_t* codes = ranks[r].codes + first / 8 * bits;
-                    const Signs signs(keys[r].first, first, width), second(keys[r].second, first, width);
+                    const Signs signs(keys[r].first, first, width);
                     const __m512 table = repeated_levels<bits>(by->levels), scale = _mm512_set1_ps(ranks[r].scales[block]);
                     const auto load = [&](int64_t i) {
                         return _mm512_permutexvar_ps(packed_codes16<bits>(codes + i / 8 * bits), table);
@@ -907,15 +918,13 @@ static void rotated_sum_by(const Coded<T>* ranks, const RotationKey* keys, int c
                         _mm512_storeu_ps(target + i,
                                          base == nullptr ? sent : _mm512_add_ps(_mm512_loadu_ps(base + i), sent));
                     };
-                    turn(load, second, 1.0f, width, values, store);
+                    turn(load, keys[r], first, 1.0f, width, values, store);
                     continue;
                 }
             }
 #endif
             look_up_packed<bits>(by->levels, ranks[r].codes + first / 8 * bits, values, width);
-            hadamard(values, width);
-            flip_signs<T>(keys[r].second, first, values, T(1), nullptr, values, width);
-            hadamard(values, width);
+            turn(keys[r], first, T(1), width, values);
             const T* base = r > 0 ? target : onto == nullptr ? nullptr : onto + first;
             flip_signs(keys[r].first, first, values, ranks[r].scales[block], base, target, length);
         }
@@ -950,7 +959,7 @@ static void shared_rotated_sum_by(const Coded<T>* ranks, int count, const Rotati
         if constexpr (sizeof(T) == sizeof(float) && bits != 3) {
             turned = length == width && width >= kNeighbours<T>;
             if (turned) {
-                const Signs signs(by->key.first, first, width), second(by->key.second, first, width);
+                const Signs signs(by->key.first, first, width);
                 const __m512 table = repeated_levels<bits>(by->levels);
                 const auto sent = [&](int r, int64_t i) {
                     const __m512i codes = packed_codes16<bits>(ranks[r].codes + start + i / 8 * bits);
@@ -966,7 +975,7 @@ static void shared_rotated_sum_by(const Coded<T>* ranks, int count, const Rotati
                     _mm512_storeu_ps(target + i,
                                      base == nullptr ? mine : _mm512_add_ps(_mm512_loadu_ps(base + i), mine));
                 };
-                turn(load, second, 1.0f, width, values, store);
+                turn(load, by->key, first, 1.0f, width, values, store);
             }
         }
 #endif
@@ -982,9 +991,7 @@ static void shared_rotated_sum_by(const Coded<T>* ranks, int count, const Rotati
                     }
                 }
             }
-            hadamard(values, width);
-            flip_signs<T>(by->key.second, first, values, T(1), nullptr, values, width);
-            hadamard(values, width);
+            turn(by->key, first, T(1), width, values);
             flip_signs<T>(by->key.first, first, values, T(1), base, target, length);
         }
         if (around) write_around(out + first, total, length * int64_t(sizeof(T)));

@@ -40,26 +40,28 @@ template <class V> __device__ V of_first(V mine) {
     return held;
 }
 
-// y = H D' H D x / d of a block in shared memory, with zeros from `length` on. x may be y. All threads must take part.
+// H D' H y of a whole block, in place, with the factor `unit` on what D' negates; or H y, by one transform. All threads
+// must take part.
+template <class T> __device__ void turn(const RotationKey& key, int64_t first, T unit, int64_t width, T* y) {
+    hadamard(y, width);
+    if (!key.twice) return;
+    for (int64_t i = threadIdx.x; i < width; i += kThreads) y[i] = with_sign(key.second, first + i, y[i]) * unit;
+    hadamard(y, width);
+}
+
+// y = H D' H D x / d of a block in shared memory, with zeros from `length` on; or H D x, by one transform. x may be y.
+// All threads must take part.
 template <class T>
 __device__ void rotate_block(const T* x, const RotationKey& key, int64_t first, int64_t length, int64_t width, T* y) {
     for (int64_t i = threadIdx.x; i < width; i += kThreads) {
         y[i] = i < length ? with_sign(key.first, first + i, x[i]) : T(0);
     }
-    hadamard(y, width);
-    for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-        y[i] = with_sign(key.second, first + i, y[i]) * (T(1) / T(width));
-    }
-    hadamard(y, width);
+    turn(key, first, T(1) / T(width), width, y);
 }
 
-// The inverse of `rotate_block` on a whole block, in place. All threads must take part.
+// The inverse of `rotate_block` with two transforms on a whole block, in place. All threads must take part.
 template <class T> __device__ void rotate_back(const RotationKey& key, int64_t first, int64_t width, T* y) {
-    hadamard(y, width);
-    for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-        y[i] = with_sign(key.second, first + i, y[i]) * (T(1) / T(width));
-    }
-    hadamard(y, width);
+    turn(key, first, T(1) / T(width), width, y);
     for (int64_t i = threadIdx.x; i < width; i += kThreads) y[i] = with_sign(key.first, first + i, y[i]);
 }
 
@@ -200,7 +202,7 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
         T reach, norm = 0;
         if (fit) {
             norm = T(sqrt(of_first(joined(squares, Added<double>()))));
-            reach = norm * T(1 / sqrt(double(width)));
+            reach = norm * (by.key.twice ? T(1 / sqrt(double(width))) : T(1));
         } else {
             typename Format<T>::Word most = 0;
             for (int64_t i = threadIdx.x; i < width; i += kThreads) {
@@ -225,7 +227,7 @@ __global__ void rotated_codes_kernel(const T* x, Rotation<T> by, bool fit, bool 
             store_codes(found, by.bits, first / 8 + group, 8, by.coded(), codes);
         }
         product = fit ? joined(product, Added<double>()) : 0;
-        const T scale = (fit ? fitted_scale(norm, T(product)) : reach) / T(width);
+        const T scale = (fit ? fitted_scale(norm, T(product)) : reach) / (fit && !by.key.twice ? T(1) : T(width));
         if (threadIdx.x == 0) scales[block] = shown != 0 ? T(__builtin_nan("")) : scale;
     }
 }
@@ -244,12 +246,8 @@ __global__ void rotated_sum_kernel(Ranks<Salted<T>> ranks, Rotation<T> by, Rando
             for (int64_t i = threadIdx.x; i < width; i += kThreads) {
                 values[i] = by.levels[code_at(rank.coded.codes, by.bits, first + i)];
             }
-            hadamard(values, width);
-            const RotationKey signs = signs_of(key, uint32_t(*rank.salt));
-            for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-                values[i] = with_sign(signs.second, first + i, values[i]);
-            }
-            hadamard(values, width);
+            const RotationKey signs = signs_of(key, uint32_t(*rank.salt), by.key.twice);
+            turn(signs, first, T(1), width, values);
             const T scale = rank.coded.scales[block];
 #pragma unroll
             for (int j = 0; j < each; ++j) {
@@ -286,11 +284,7 @@ __global__ void shared_sum_kernel(Ranks<Coded<T>> ranks, Rotation<T> by, const T
             sums[i] = sum;
         }
         if (partial != nullptr) continue;
-        hadamard(values, width);
-        for (int64_t i = threadIdx.x; i < width; i += kThreads) {
-            values[i] = with_sign(by.key.second, first + i, values[i]);
-        }
-        hadamard(values, width);
+        turn(by.key, first, T(1), width, values);
         for (int64_t i = threadIdx.x; i < width && first + i < by.n; i += kThreads) {
             const T value = with_sign(by.key.first, first + i, values[i]);
             out[first + i] = onto == nullptr ? value : onto[first + i] + value;

@@ -7,6 +7,7 @@ It yields the results that must be equal. `python -m tests.kernels` runs the sam
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -880,10 +881,11 @@ def rotated_encode(ops, g):
             for fit, stochastic in ((True, False), (False, True)):
                 key = g.key()
                 for salt in (None, int(g.rng.integers(2**32))):
-                    given = g.lay(chosen), block, fit, stochastic, key, salt
-                    codes, scales = rotation.rotated_encode(ops, g.x(), *given)
-                    yield codes
-                    yield free(ops, g, scales) if fit else scales
+                    for transforms in (1, 2):
+                        given = g.lay(chosen), block, fit, stochastic, key, salt, transforms
+                        codes, scales = rotation.rotated_encode(ops, g.x(), *given)
+                        yield codes
+                        yield free(ops, g, scales) if fit else scales
 
 
 @case
@@ -892,12 +894,12 @@ def rotated_sum(ops, g):
         widths = rotation.rotated_widths(g.n, block)
         for chosen in level_lists(g):
             bits = (len(chosen) - 1).bit_length()
-            for onto in (False, True):
+            for onto, transforms in itertools.product((False, True), (1, 2)):
                 codes = [g.bytes(packed_size(sum(widths), bits)) for _ in range(g.ranks)]
                 scales = [g.lay(g.rng.standard_normal(len(widths)).astype(g.dtype)) for _ in range(g.ranks)]
                 salts = [g.lay(g.rng.integers(-(2**31), 2**31, 1).astype(np.int32), 1) for _ in range(g.ranks)]
-                begin = g.x() if onto else None
-                yield rotation.rotated_sum(ops, codes, scales, salts, g.lay(chosen), block, g.n, g.key(), begin)
+                rest = g.lay(chosen), block, g.n, g.key(), g.x() if onto else None, transforms
+                yield rotation.rotated_sum(ops, codes, scales, salts, *rest)
 
 
 @case
@@ -906,11 +908,11 @@ def shared_rotated_sum(ops, g):
         widths = rotation.rotated_widths(g.n, block)
         for chosen in level_lists(g):
             bits = (len(chosen) - 1).bit_length()
-            for onto in (False, True):
+            for onto, transforms in itertools.product((False, True), (1, 2)):
                 codes = [g.bytes(packed_size(sum(widths), bits)) for _ in range(g.ranks)]
                 scales = [g.lay(g.rng.standard_normal(len(widths)).astype(g.dtype)) for _ in range(g.ranks)]
-                begin = g.x() if onto else None
-                yield rotation.shared_rotated_sum(ops, codes, scales, g.lay(chosen), block, g.n, g.key(), begin)
+                rest = g.lay(chosen), block, g.n, g.key(), g.x() if onto else None, transforms
+                yield rotation.shared_rotated_sum(ops, codes, scales, *rest)
 
 
 # --- powers of two, tables, digits, widths -------------------------------------------------------------------------

@@ -530,6 +530,11 @@ REFUSED = {
         ValueError,
         "expected 2, 4, 8 or 16 levels, received 3",
     ),
+    "rotation: three transforms": (
+        lambda o, m: rotated_encode(o, m.f(10), m.f(2), 128, True, False, KEY, transforms=3),
+        ValueError,
+        "expected 1 or 2 transforms, received 3",
+    ),
     "rotation: truncated": (
         lambda o, m: rotated_sum(o, [m.b(1)], [m.f(1)], [m.i(0)], m.f(2), 128, 10, KEY),
         PayloadError,

@@ -41,6 +41,40 @@ def test_the_error_of_eden_is_that_of_normal_numbers_for_all_gradients(kind, bit
 
 
 @pytest.mark.parametrize("bits", LIMIT)
+@pytest.mark.parametrize("kind", [kind for kind in gradients() if kind != "one large"])
+def test_one_transform_has_the_same_error_unless_few_elements_dominate_a_block(kind, bits):
+    """DRIVE and EDEN compute with random signs and one Hadamard transform in place of a uniformly random rotation."""
+    found = error(make("eden", bits=bits, transforms=1), gradients()[kind].astype(np.float32))
+    assert found == pytest.approx(LIMIT[bits], rel=0.08)
+
+
+@pytest.mark.parametrize("transforms", [1, 2])
+@pytest.mark.parametrize("bits", LIMIT)
+def test_the_result_of_eden_is_as_long_as_x_in_the_direction_of_x(bits, transforms):
+    """The scale |x|^2 / <R x, q> makes <x, C(x)> = |x|^2, which an unbiased result needs."""
+    x = gradients()["scaled blocks"].astype(np.float32)
+    found = send(make("eden", bits=bits, transforms=transforms, block_size=1024), x)
+    products, squares = ((x * other).reshape(-1, 1024).sum(axis=1) for other in (found, x.astype(np.float64)))
+    assert products == pytest.approx(squares, rel=1e-5)
+
+
+def two_elements(n: int) -> np.ndarray:
+    return np.where(np.arange(n) == 17, 1.0, np.where(np.arange(n) == 70, 0.6, 0.0)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "transforms", "unbiased"), [("eden", 1, False), ("eden", 2, True), ("rotated", 1, True)]
+)
+def test_one_transform_leaves_a_bias_of_eden_where_two_elements_are_a_block(name, transforms, unbiased):
+    """H D x takes four values only, whatever the signs, so that all steps make the same error; H D' H D x does not."""
+    x, compressor = two_elements(4096), make(name, bits=1, transforms=transforms)
+    sent = [send(compressor, x, step=i) for i in range(50)]
+    bias = np.sum((np.mean(sent, axis=0) - x) ** 2) / np.mean([np.sum((one - x) ** 2) for one in sent])
+    assert compressor.unbiased is unbiased
+    assert (bias < 0.1) if unbiased else (bias > 0.9)
+
+
+@pytest.mark.parametrize("bits", LIMIT)
 def test_the_levels_are_the_best_ones_for_normal_numbers(bits):
     """Lloyd (1982) and Max (1960): a level is the mean of the numbers that are nearest to it."""
     levels = np.array(make("eden", bits=bits).levels)
@@ -54,12 +88,14 @@ def test_the_levels_are_the_best_ones_for_normal_numbers(bits):
     assert (1 - kept) / kept == pytest.approx(LIMIT[bits], rel=1e-3)
 
 
-def test_many_ranks_average_their_errors_away():
+@pytest.mark.parametrize("transforms", [1, 2])
+def test_many_ranks_average_their_errors_away(transforms):
     """With equal gradients on all ranks, the error of the mean falls as 1 / N only if rotations are independent."""
     x = normal(8192)
     for name in ("eden", "rotated"):
-        means = step(simulate(16, (8192,), make(name, bits=2)), [x] * 16)
-        alone = error(make(name, bits=2), x)
+        compressor = make(name, bits=2, transforms=transforms)
+        means = step(simulate(16, (8192,), compressor), [x] * 16)
+        alone = error(compressor, x)
         assert np.sum((means - x) ** 2) / np.sum(x**2) == pytest.approx(alone / 16, rel=0.15)
 
 
@@ -69,10 +105,12 @@ def mean_error(compressor, gradients: list[np.ndarray]) -> float:
     return float(np.sum((means - np.mean(gradients, axis=0)) ** 2) / np.mean([np.sum(x**2) for x in gradients]))
 
 
-def test_ranks_that_share_a_rotation_share_its_error():
+@pytest.mark.parametrize("transforms", [1, 2])
+def test_ranks_that_share_a_rotation_share_its_error(transforms):
     """With equal gradients, nearest levels give every rank the same error; a random choice of each rank averages."""
-    x = normal(8192)
-    eden, rotated = (make(name, bits=2, shared_rotation=True) for name in ("eden", "rotated"))
+    x = normal(N)
+    options = {"bits": 2, "shared_rotation": True, "transforms": transforms}
+    eden, rotated = (make(name, **options) for name in ("eden", "rotated"))
     assert mean_error(eden, [x] * 16) == pytest.approx(LIMIT[2], rel=0.1)
     assert mean_error(rotated, [x] * 16) == pytest.approx(error(make("rotated", bits=2), x) / 16, rel=0.15)
 
@@ -85,8 +123,10 @@ def test_a_shared_rotation_costs_unlike_gradients_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["eden", "rotated"])
-def test_a_shared_rotation_is_unbiased(name):
-    x, compressor = normal(4096), make(name, bits=1, shared_rotation=True)
+@pytest.mark.parametrize("options", [{"shared_rotation": True}, {"transforms": 1}])
+def test_the_mean_over_rotations_is_the_gradient(name, options):
+    """With one transform, eden promises it of no gradient, and `rotated` of all."""
+    x, compressor = normal(4096), make(name, bits=1, **options)
     means = np.mean([send(compressor, x, step=i) for i in range(200)], axis=0)
     assert np.sum((means - x) ** 2) / np.sum(x**2) < 1.5 * error(compressor, x, 20) / 200
 
@@ -141,3 +181,5 @@ def test_options_are_checked(name):
             ConfigError, match=f"{name}: block_size must be a power of two from 128 .* received {block}"
         ):
             make(name, block_size=block)
+    with pytest.raises(ConfigError, match=f"{name}: transforms must be 1 or 2, received 3"):
+        make(name, transforms=3)

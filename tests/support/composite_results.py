@@ -441,33 +441,43 @@ def rotate(n, dtype):
 def rotated_encode(n, dtype):
     t = np.dtype(dtype).type
     x, levels = numbers(n, dtype), np.array(ROTATED_LEVELS, dtype)
-    for block, fit, stochastic, salt in ((128, True, False, None), (512, False, True, 9), (4096, True, True, None)):
+    for block, fit, stochastic, salt, transforms in (
+        (128, True, False, None, 2),
+        (512, False, True, 9, 2),
+        (4096, True, True, None, 2),
+        (4096, True, False, None, 1),
+        (128, False, True, 9, 1),
+    ):
         rank = KEY.rank if salt is None else salt
         codes, scales, first = [np.zeros(0, np.int64)], [], 0
         for part in rotated_parts(x, block):
             width = len(part)
             here = slice(first, first + width)
             y = transformed(part * signs(first + width, 1, rank)[here].astype(dtype))
-            y = transformed(y * signs(first + width, 2, rank)[here].astype(dtype) / t(width))
+            if transforms == 2:
+                y = transformed(y * signs(first + width, 2, rank)[here].astype(dtype) / t(width))
             norm = t(np.sqrt((part.astype(np.float64) ** 2).sum()))
-            reach = norm * t(1 / np.sqrt(width)) if fit else abs(y).max()
+            root, divisor = (t(1 / np.sqrt(width)), t(width)) if transforms == 2 else (t(1), t(1))
+            reach = norm * root if fit else abs(y).max()
             share = 1 - uniform(first + width)[here].astype(dtype) if stochastic else np.full(width, 0.5, dtype)
             low, high = levels[:-1, None] * reach, levels[1:, None] * reach
             code = (y >= low + share * (high - low)).sum(axis=0)
             product = t((y * levels[code]).astype(np.float64).sum())
-            scales.append(((norm * (norm / product) if product > 0 else t(0)) if fit else reach) / t(width))
+            fitted = (norm * (norm / product) if product > 0 else t(0)) / divisor
+            scales.append(fitted if fit else reach / t(width))
             codes.append(code)
             first += width
         expected = (packed(np.concatenate(codes), 2), np.array(scales, dtype))
-        yield Call("rotated_encode", (x, levels, block, fit, stochastic, KEY, salt), {}, expected)
+        yield Call("rotated_encode", (x, levels, block, fit, stochastic, KEY, salt, transforms), {}, expected)
 
 
-def turned_back(x: np.ndarray, block: int, rank: int) -> np.ndarray:
-    """Return D H D' H x, block by block, with the signs of a rank."""
+def turned_back(x: np.ndarray, block: int, rank: int, transforms: int) -> np.ndarray:
+    """Return D H D' H x, block by block, with the signs of a rank; or D H x, by one transform."""
     parts, first = [x[:0]], 0
     for part in rotated_parts(x, block):
         one, two = (signs(first + len(part), stream, rank)[first:].astype(x.dtype) for stream in (1, 2))
-        parts.append(transformed(transformed(part) * two) * one)
+        turned = transformed(part)
+        parts.append((transformed(turned * two) if transforms == 2 else turned) * one)
         first += len(part)
     return np.concatenate(parts)
 
@@ -493,30 +503,30 @@ def sent_rotated(n: int, block: int, dtype: str) -> Rotated:
 @case
 def rotated_sum(n, dtype):
     levels = np.array(ROTATED_LEVELS, dtype)
-    for block in (128, 4096):
+    for block, transforms in ((128, 2), (4096, 2), (128, 1)):
         sent = sent_rotated(n, block, dtype)
         salts = [np.array([r], np.int32) for r in range(RANKS)]
-        values = [(turned_back(sent.q[r], block, r) * sent.scale[r])[:n] for r in range(RANKS)]
+        values = [(turned_back(sent.q[r], block, r, transforms) * sent.scale[r])[:n] for r in range(RANKS)]
 
         def args(ranks, sent=sent, salts=salts, block=block):
             return sent.codes[:ranks], sent.scales[:ranks], salts[:ranks], levels, block, n, KEY
 
-        yield from sums("rotated_sum", values, args, numbers(n, dtype))
+        yield from sums("rotated_sum", values, args, numbers(n, dtype), transforms=transforms)
 
 
 @case
 def shared_rotated_sum(n, dtype):
     levels = np.array(ROTATED_LEVELS, dtype)
-    for block in (128, 4096):
+    for block, transforms in ((128, 2), (4096, 2), (4096, 1)):
         sent = sent_rotated(n, block, dtype)
         for ranks in (1, RANKS):
             total = sent.q[0] * sent.scale[0]
             for r in range(1, ranks):
                 total += sent.q[r] * sent.scale[r]
-            total = turned_back(total, block, KEY.rank)[:n]
-            args = sent.codes[:ranks], sent.scales[:ranks], levels, block, n, KEY
-            yield Call("shared_rotated_sum", args, {}, (total,))
-            yield Call("shared_rotated_sum", args, {"onto": numbers(n, dtype)}, (numbers(n, dtype) + total,))
+            total = turned_back(total, block, KEY.rank, transforms)[:n]
+            args, how = (sent.codes[:ranks], sent.scales[:ranks], levels, block, n, KEY), {"transforms": transforms}
+            yield Call("shared_rotated_sum", args, how, (total,))
+            yield Call("shared_rotated_sum", args, {**how, "onto": numbers(n, dtype)}, (numbers(n, dtype) + total,))
 
 
 def levels_of(x: np.ndarray, scales: np.ndarray, width: int, levels: int, key: Key | None) -> np.ndarray:

@@ -39,14 +39,15 @@ NORMAL_ERRORS = {1: 0.3633802276, 2: 0.1174816466, 3: 0.0345477555, 4: 0.0095010
 class RotatedQuantizer(Compressor):
     """Base of quantizers behind a random rotation; they define `levels`, and whether they fit the scale or add noise.
 
-    Raises ConfigError for bits outside 1 to 4, and for blocks that are not a power of two from 128 to 4096.
+    Raises ConfigError for bits outside 1 to 4, for blocks that are not a power of two from 128 to 4096, and for another
+    number of transforms than 1 or 2.
     """
 
     bits: int = 4
     block_size: int = 4096
     shared_rotation: bool = False
+    transforms: int = 2
 
-    unbiased = True
     nonfinite = "shown"
     linear_in = ("scales",)
     # The scale makes each decoded block unbiased; otherwise it maps the outermost levels to the largest magnitude.
@@ -62,6 +63,13 @@ class RotatedQuantizer(Compressor):
             raise ConfigError(
                 f"{name}: block_size must be a power of two from {SHORTEST} to {LONGEST}, received {self.block_size!r}."
             )
+        if self.transforms not in (1, 2):
+            raise ConfigError(f"{name}: transforms must be 1 or 2, received {self.transforms!r}.")
+
+    @property
+    def unbiased(self) -> bool:
+        # After one transform, a block that a few elements dominate has few values, and not the normal distribution.
+        return self.stochastic or self.transforms == 2
 
     @property
     @abstractmethod
@@ -77,9 +85,8 @@ class RotatedQuantizer(Compressor):
     def compress(self, x: Array, at: Site) -> Payload:
         ops, key = at.ops, at.private_key
         salt = at.key.rank if self.shared_rotation else None
-        codes, scales = rotated_encode(
-            ops, x, self._levels(at), self.block_size, self.fit, self.stochastic, key, salt, at.out
-        )
+        how = (self.block_size, self.fit, self.stochastic)
+        codes, scales = rotated_encode(ops, x, self._levels(at), *how, key, salt, self.transforms, at.out)
         if self.shared_rotation:
             return {"scales": scales, "codes": codes}
         return {"scales": scales, "salt": ops.full(1, key.rank, "int32"), "codes": codes}
@@ -96,9 +103,9 @@ class RotatedQuantizer(Compressor):
     def _sum(self, payloads: Sequence[Payload], scales: list[Array], at: Site, onto: Array | None = None) -> Array:
         codes, rest = [payload["codes"] for payload in payloads], (self._levels(at), self.block_size, at.spec.numel)
         if self.shared_rotation:
-            return shared_rotated_sum(at.ops, codes, scales, *rest, at.key, onto, at.out)
+            return shared_rotated_sum(at.ops, codes, scales, *rest, at.key, onto, self.transforms, at.out)
         salts = [payload["salt"] for payload in payloads]
-        return rotated_sum(at.ops, codes, scales, salts, *rest, at.key, onto, at.out)
+        return rotated_sum(at.ops, codes, scales, salts, *rest, at.key, onto, self.transforms, at.out)
 
     def _levels(self, at: Site) -> Array:
         return constant_levels(at.ops, self.levels, at.spec.work_dtype)
@@ -155,23 +162,26 @@ def rotated_encode(
     stochastic: bool,
     key: Key,
     salt: int | None = None,
+    transforms: int = 2,
     out: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return packed codes of the rotated blocks and a scale for each.
 
-    Each block x becomes y, of d elements, by `rotate`, with the signs of the rank `salt` if one is given. y is rounded
-    to the levels q times its reach r, to the nearest or, if `stochastic`, to one of the two neighbours with mean y. r
-    is |x| / sqrt(d) if `fit`, and the largest |y| otherwise. The scales, for `rotated_sum`, are 1 / d times
-    |x|^2 / <y, q> if `fit`, and r otherwise. The scale of a block with an element that counts as infinite is NaN.
+    Each block x becomes y, of d elements: by `rotate` or, with one of the `transforms`, H D x, whose length is sqrt(d)
+    |x|. The signs are those of the rank `salt` if one is given. y is rounded to the levels q times its reach r, to the
+    nearest or, if `stochastic`, to one of the two neighbours with mean y. r is |y| / sqrt(d) if `fit`, and the largest
+    |y| otherwise. The scales, for `rotated_sum`, are r / d or, if `fit`, |x|^2 / <y, q>, and with two transforms 1 / d
+    of it. The scale of a block with an element that counts as infinite is NaN.
     """
     count, turn = ops.length(levels), key if salt is None else key._replace(rank=salt)
     codes, scales = [], []
     for first, rows, width in parts_of(ops.length(x), block):
         part = _filled(ops, x, first, rows * width)
-        y = ops.reshape(rotated(ops, part, first, width, turn), (rows, width))
+        y = ops.reshape(rotated(ops, part, first, width, turn, transforms), (rows, width))
         norm = ops.norm(ops.reshape(part, (rows, width)), axis=1)
-        root = ops.cast(1 / math.sqrt(width), ops.dtype(x))
-        reach = norm * root if fit else ops.max(ops.abs(y), axis=1)
+        reach = norm if fit else ops.max(ops.abs(y), axis=1)
+        if fit and transforms == 2:
+            reach = reach * ops.cast(1 / math.sqrt(width), ops.dtype(x))
         share: Array = 0.5
         if stochastic:
             noise = ops.uniform(first + rows * width, key)[first:]
@@ -181,9 +191,11 @@ def rotated_encode(
         if fit:
             product = ops.sum(y * ops.reshape(ops.gather(levels, ops.cast(code, "int32")), (rows, width)), axis=1)
             safe = ops.where(product > 0, product, 1.0)
-            scale = ops.where(product > 0, norm * (norm / safe), 0.0) / width
+            scale = ops.where(product > 0, norm * (norm / safe), 0.0)
         else:
-            scale = reach / width
+            scale = reach
+        if transforms == 2 or not fit:
+            scale = scale / width
         largest = ops.max(ops.abs(ops.reshape(part, (rows, width))), axis=1)
         scales.append(ops.where(largest <= MAX_MAGNITUDE[ops.dtype(x)], scale, float("nan")))
     if not codes:
@@ -201,6 +213,7 @@ def _(
     stochastic: bool,
     key: Key,
     salt: int | None = None,
+    transforms: int = 2,
     out: Array | None = None,
 ) -> tuple[Array, Array] | None:
     dtype = ops.floating(x)
@@ -208,7 +221,7 @@ def _(
         return None
     widths = rotated_widths(ops.length(x), block)
     bits = bits_for(ops.length(levels))
-    integers = [block, int(fit), int(stochastic), *ops.key_integers(key)]
+    integers = [block, transforms, int(fit), int(stochastic), *ops.key_integers(key)]
     codes, scales = ops.run(
         "rotated_encode" if salt is None else "shared_rotated_encode",
         [x, levels],
@@ -231,16 +244,17 @@ def rotated_sum(
     n: int,
     key: Key,
     onto: Array | None = None,
+    transforms: int = 2,
     out: Array | None = None,
 ) -> Array:
     """Return the sum of scale D H D' H q over the results of `rotated_encode`, added in the order of the ranks.
 
-    A salt is the rank of the key that the signs were drawn from. `onto` is an array that the sum starts from and
-    consumes; without it the first payload starts the sum.
+    With one of the `transforms`, it is that of scale D H q. A salt is the rank of the key that the signs were drawn
+    from. `onto` is an array that the sum starts from and consumes; without it the first payload starts the sum.
     """
     for data, scale, salt in zip(codes, scales, salts, strict=True):
         own = Key(key.seed, key.step, ops.bit_and(ops.cast(salt, "int64"), MASK)[0])
-        back = _back(ops, _rounded(ops, data, levels, n, block), n, block, own)
+        back = _back(ops, _rounded(ops, data, levels, n, block), n, block, own, transforms)
         onto = plus(ops, onto, _times(ops, back, scale, n, block)[:n])
     return onto
 
@@ -256,9 +270,10 @@ def _(
     n: int,
     key: Key,
     onto: Array | None = None,
+    transforms: int = 2,
     out: Array | None = None,
 ) -> Array | None:
-    inputs, integers = [*codes, *scales, *salts, levels], [len(codes), block, n, *ops.key_integers(key)]
+    inputs, integers = [*codes, *scales, *salts, levels], [len(codes), block, transforms, n, *ops.key_integers(key)]
     return ops.total("rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto, out=out)
 
 
@@ -272,16 +287,18 @@ def shared_rotated_sum(
     n: int,
     key: Key,
     onto: Array | None = None,
+    transforms: int = 2,
     out: Array | None = None,
 ) -> Array:
     """Return D H D' H of the sum of scale q over the results of `rotated_encode`, whose signs are all those of the key.
 
-    They are added in the order of the ranks, the result to `onto`, which is consumed.
+    With one of the `transforms`, it is D H of the sum. They are added in the order of the ranks, the result to `onto`,
+    which is consumed.
     """
     total: Array | None = None
     for data, scale in zip(codes, scales, strict=True):
         total = plus(ops, total, _times(ops, _rounded(ops, data, levels, n, block), scale, n, block))
-    return plus(ops, onto, _back(ops, total, n, block, key)[:n])
+    return plus(ops, onto, _back(ops, total, n, block, key, transforms)[:n])
 
 
 @shared_rotated_sum.kernel()
@@ -294,9 +311,10 @@ def _(
     n: int,
     key: Key,
     onto: Array | None = None,
+    transforms: int = 2,
     out: Array | None = None,
 ) -> Array | None:
-    inputs, integers = [*codes, *scales, levels], [len(codes), block, n, *ops.key_integers(key)]
+    inputs, integers = [*codes, *scales, levels], [len(codes), block, transforms, n, *ops.key_integers(key)]
     return ops.total("shared_rotated_sum", inputs, integers, n, ops.dtype(scales[0]), onto, out=out)
 
 
@@ -316,12 +334,14 @@ def _times(ops: ArrayOps, x: Array, scales: Array, n: int, block: int) -> Array:
     return ops.concat(values)
 
 
-def _back(ops: ArrayOps, q: Array, n: int, block: int, key: Key) -> Array:
-    """Return D H D' H q of the rotated blocks of n elements."""
+def _back(ops: ArrayOps, q: Array, n: int, block: int, key: Key, transforms: int) -> Array:
+    """Return D H D' H q of the rotated blocks of n elements, or D H q with one of the transforms."""
     values = [q[:0]]
     for first, rows, width in parts_of(n, block):
-        turned = _signed(ops, hadamard(ops, q[first : first + rows * width], width), first, key, _SECOND)
-        values.append(_signed(ops, hadamard(ops, turned, width), first, key, _FIRST))
+        turned = hadamard(ops, q[first : first + rows * width], width)
+        if transforms == 2:
+            turned = hadamard(ops, _signed(ops, turned, first, key, _SECOND), width)
+        values.append(_signed(ops, turned, first, key, _FIRST))
     return ops.concat(values)
 
 
@@ -346,9 +366,14 @@ def _filled(ops: ArrayOps, x: Array, first: int, n: int) -> Array:
     return ops.concat([part, ops.zeros(missing, ops.dtype(x))]) if missing else part
 
 
-def rotated(ops: ArrayOps, x: Array, first: int, width: int, key: Key) -> Array:
-    """Return rotated blocks of `width` elements, the first of which is element `first` for the signs."""
+def rotated(ops: ArrayOps, x: Array, first: int, width: int, key: Key, transforms: int = 2) -> Array:
+    """Return rotated blocks of `width` elements, the first of which is element `first` for the signs.
+
+    After one of the `transforms`, a block is sqrt(width) times as long.
+    """
     y = hadamard(ops, _signed(ops, x, first, key, _FIRST), width)
+    if transforms == 1:
+        return y
     return hadamard(ops, _signed(ops, y, first, key, _SECOND) * (1 / width), width)
 
 

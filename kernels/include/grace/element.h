@@ -621,13 +621,16 @@ template <class T> GRACE_HD T signed_by(uint32_t signs, int lane, T x) {
 // Limits of the length of a block. The lower one is what a block of random words has signs for.
 constexpr int64_t kShortestRotation = 128, kRotation = 4096;
 
-// The two streams of a rank's signs. The noise of its rounding comes from the stream before them.
+// The two streams of a rank's signs, of which one transform takes the first. The noise of its rounding comes from the
+// stream before them.
 struct RotationKey {
     RandomKey first, second;
+    bool twice;
 };
-GRACE_HD RotationKey signs_of(const RandomKey& key, uint32_t rank) {
+GRACE_HD RotationKey signs_of(const RandomKey& key, uint32_t rank, bool twice = true) {
     return {{key.seed_low, key.seed_high, key.step, key.stream + 1, rank},
-            {key.seed_low, key.seed_high, key.step, key.stream + 2, rank}};
+            {key.seed_low, key.seed_high, key.step, key.stream + 2, rank},
+            twice};
 }
 
 // How often coefficients in a frame are clipped and projected; see grace/core/compressors/contrib/kashin.py.
