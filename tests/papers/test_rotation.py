@@ -74,6 +74,24 @@ def test_one_transform_leaves_a_bias_of_eden_where_two_elements_are_a_block(name
     assert (bias < 0.1) if unbiased else (bias > 0.9)
 
 
+def test_one_transform_can_lose_small_elements_in_every_step():
+    """The examples of docs/errors.md."""
+    x, beside = two_elements(4096), normal(4096)
+    beside[17] = 1000
+    for i in range(5):
+        sent = send(make("eden", bits=1, transforms=1), x, step=i)
+        assert sent == pytest.approx(np.where(np.arange(4096) == 17, 1.36, 0), abs=1e-6)
+        sent = send(make("eden", bits=1, transforms=1), beside, step=i)
+        assert np.abs(np.delete(sent, 17)).max() < 1e-3
+    few, some = np.zeros((2, 4096), np.float32)
+    few[[17, 70, 900, 3000]] = 1, 0.7, 0.5, 0.3
+    some[17::256] = normal(16)
+    for x, least, most in ((few, 0.5, 0.8), (some, 0, 0.1)):
+        sent = [send(make("eden", transforms=1), x, step=i) for i in range(40)]
+        whole = np.mean([np.sum((one - x) ** 2) for one in sent])
+        assert least < np.sum((np.mean(sent, axis=0) - x) ** 2) / whole < most
+
+
 @pytest.mark.parametrize("bits", LIMIT)
 def test_the_levels_are_the_best_ones_for_normal_numbers(bits):
     """Lloyd (1982) and Max (1960): a level is the mean of the numbers that are nearest to it."""
