@@ -619,7 +619,7 @@ def chosen_by_auto() -> dict[str, Any]:
     ):
         exchange = grace.torch.register(model, compressor="auto", **EVERYTHING)
         methods = []
-        for batch in batches(40):
+        for batch in batches(36):
             model.zero_grad()
             backward(model, batch)
             methods.append("qsgd" if "qsgd" in exchange.report() else "none")
