@@ -23,6 +23,8 @@ from pathlib import Path
 
 import tables
 
+from grace.bench.variants import Variant
+
 LINKS = {"none": "none", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
@@ -79,7 +81,7 @@ for argument in given:
         continue
     for result in results:
         # A baseline has the name of its launcher, and the table has one row for all launchers.
-        method = result["method"].removesuffix("-zero2")
+        method = Variant(result["method"].removesuffix("-zero2"), result["options"]).label
         row = rows.setdefault((method,), {"method": method})
         if "exchange_over_gradients" in result and (
             method == "compute" or (result["launcher"] is None and len(row) > 1)
