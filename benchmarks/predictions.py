@@ -5,7 +5,7 @@
 First it measures every model, link and method on 2 ranks, with a core each and both on one core, and fits `Constants`
 to the models that are not in `HELD_OUT`. Then it predicts and measures the steps on more ranks. Of a held-out model,
 only its passes are known, and the time of a step without exchange on 2 ranks. Every step is measured in two rounds,
-whose difference is the noise. It takes about 25 minutes of two idle cores, as root, and needs SciPy. A whole run also
+whose difference is the noise. It takes 25 to 45 minutes of two idle cores, as root, and needs SciPy. A whole run also
 writes what `grace what-if` says of its accuracy (grace/advice/accuracy.py).
 """
 

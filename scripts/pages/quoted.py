@@ -29,7 +29,7 @@ from registry import ROOT
 
 import grace
 from grace import compressors, memories
-from grace.advice.advise import CLOSE
+from grace.advice import advise
 from grace.bench import command as codec_command
 from grace.bench.step import command as step_command
 from grace.bench.step import models, run
@@ -423,18 +423,18 @@ def predictions() -> Values:
         yield f"{name}_cells", f"{told['cells']}"
         for key in ("median", "high", "worst", "noise"):
             yield f"{name}_{key}", f"{100 * told[key]:.0f}"
-    # The choice of advice in each setting that uses both cores: of the methods of no or low risk with Adam, the gentlest
-    # one whose predicted time is within the tolerance of the shortest. The rows begin with the gentlest.
-    settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    # The choice of advice on the ranks that the calibration has not seen, among what has no or low risk with Adam. The
+    # rows of a setting begin with plain DDP, and go from the gentlest method to the strongest.
+    settings: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in found["rows"]:
-        if row["cores"] > 1 and row["method"] in ("ddp", "fp16", "qsgd", "blockwise"):
-            settings.setdefault((row["model"], row["link"], row["ranks"]), []).append(row)
+        if row["ranks"] > 2 and row["method"] in ("ddp", "fp16", "qsgd", "blockwise"):
+            settings.setdefault((row["model"], row["link"], row["ranks"]), {})[row["method"]] = row
     good = lost = 0
     for rows in settings.values():
-        fastest = min(row["predicted"] for row in rows)
-        chosen = next(row for row in rows if row["predicted"] <= fastest * (1 + CLOSE))
-        good += chosen["measured"] <= 1.05 * min(row["measured"] for row in rows)
-        lost += chosen["measured"] > 1.01 * rows[0]["measured"]
+        said = (advise.Row(name, row["predicted"], 0, 0, "", None, {"compressor": name}) for name, row in rows.items())
+        chosen = rows[advise.best_of(said)]["measured"]
+        good += chosen <= 1.05 * min(row["measured"] for row in rows.values())
+        lost += chosen > 1.01 * rows["ddp"]["measured"]
     yield "settings", f"{len(settings)}"
     yield "good_choices", f"{good}"
     yield "lost_choices", f"{lost}"

@@ -676,6 +676,7 @@ def test_rotated_random_parts_of_the_changes_are_those_of_konecny():
     assert np.abs(apart).max() < 5.5
     assert abs(apart.mean()) < 5 / np.sqrt(apart.size)
     assert np.linalg.norm(mean - moved) < 0.3 * np.linalg.norm(moved)
+    assert 25 * sim.stats()["wire_bytes"] < sim.stats()["dense_bytes"]
 
 
 def test_rare_meetings_send_less_and_go_on_with_the_residual():
