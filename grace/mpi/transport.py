@@ -149,7 +149,8 @@ class MPITransport(OrderedTransport):
         yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], receiving).Test
         return result
 
-    def _trade(self, x: Array, sent: Sequence[int], received: Sequence[int]) -> Phases:
+    def _trade(self, x: Array, lengths: Sequence[Sequence[int]]) -> Phases:
+        sent, received = lengths[self.rank], [row[self.rank] for row in lengths]
         result = np.empty(sum(received), x.dtype)
         counts = [[length * x.itemsize for length in lengths] for lengths in (sent, received)]
         sending = [x.view(np.uint8), counts[0], None, MPI.BYTE]

@@ -106,8 +106,8 @@ class OrderedTransport(HandshakeTransport):
         """
 
     @abstractmethod
-    def _trade(self, x: Array, sent: Sequence[int], received: Sequence[int]) -> Phases:
-        """Send the pieces of x to their ranks and join what arrives; lengths are in elements, by rank."""
+    def _trade(self, x: Array, lengths: Sequence[Sequence[int]]) -> Phases:
+        """Send the pieces of x to their ranks and join what arrives; rank i sends lengths[i][j] elements to rank j."""
 
     @abstractmethod
     def _join(self, xs: Sequence[Array]) -> Array:
@@ -137,7 +137,7 @@ class OrderedTransport(HandshakeTransport):
             if kind == "broadcast":
                 return self._spread(x, collective.root)
             if kind == "alltoall":
-                return self._trade(x, lengths, [row[self.rank] for row in rows])
+                return self._trade(x, rows)
             return self._gather(x, [row[0] for row in rows], collective.equal)
 
         def what() -> str:

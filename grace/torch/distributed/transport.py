@@ -27,7 +27,7 @@ from grace.torch.tensors import start_gathering
 _HOST_BYTES, _PORT_BYTES = 256, 4
 # The number of transports of each process group, which names the next one on all ranks.
 _transports: collections.Counter[str] = collections.Counter()
-# Two ranks swap longer buffers by a collective for each direction.
+# If a rank sends another one more, the ranks trade by a collective for each direction.
 _SHORT_BYTES = 64 * 1024
 
 
@@ -106,7 +106,7 @@ class ProcessGroupTransport(OrderedTransport):
             store = self._rendezvous(what)
             # Own limits end waits. These connections need only a longer one.
             limit = timedelta(seconds=2 * self.timeout + 60)
-            for use in ("headers", "cpu", *(["back"] if self.size == 2 else [])):
+            for use in ("headers", "cpu", "back"):
                 self._groups[use] = dist.ProcessGroupGloo(dist.PrefixStore(use, store), self.rank, self.size, limit)
             self._groups["cuda"] = self._groups["cpu"]
             if self._on_gpu:
@@ -199,13 +199,15 @@ class ProcessGroupTransport(OrderedTransport):
         return x
 
     def _gather(self, x: torch.Tensor, lengths: Sequence[int], equal: bool) -> Phases:
-        if self.size == 2 and x.device.type == "cpu":
-            if not equal:
-                return (yield from self._join_two(x, x, lengths))
-            other = torch.empty_like(x)
-            yield from self._swap(x, other)
-            return [x, other] if self.rank == 0 else [other, x]
         most = max(lengths)
+        if self.size == 2 and x.device.type == "cpu":
+            # Gloo's allgather needs equal lengths, and copies what it has received.
+            other = 1 - self.rank
+            sent, received, theirs = [0, 0], [0, 0], x.new_empty(lengths[other])
+            sent[other], received[other] = len(x), len(theirs)
+            yield from self._move(x, theirs, sent, received, most)
+            both = [x, theirs] if self.rank == 0 else [theirs, x]
+            return both if equal else torch.cat(both)
         if not most:
             return x
         # All ranks must send equally much. Padding by nothing would copy.
@@ -216,43 +218,36 @@ class ProcessGroupTransport(OrderedTransport):
             return result
         return torch.cat([row[:n] for row, n in zip(result.split(most), lengths, strict=True)])
 
-    def _trade(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Phases:
-        if self.size == 2 and x.device.type == "cpu":
-            parts = x.split(list(sent))
-            return (yield from self._join_two(parts[self.rank], parts[1 - self.rank], received))
+    def _trade(self, x: torch.Tensor, lengths: Sequence[Sequence[int]]) -> Phases:
+        sent, received = lengths[self.rank], [row[self.rank] for row in lengths]
         result = x.new_empty(sum(received))
-        yield self._done(self._groups[x.device.type].alltoall_base(result, x, list(received), list(sent)))
+        yield from self._move(x, result, sent, received, max(map(max, lengths)))
         return result
 
-    def _join_two(self, kept: torch.Tensor, sent: torch.Tensor, lengths: Sequence[int]) -> Phases:
-        """Join what this rank of two keeps and what the other one sends, in rank order; `lengths` are theirs."""
-        result = sent.new_empty(sum(lengths))
-        parts = result.split(list(lengths))
-        parts[self.rank].copy_(kept)
-        yield from self._swap(sent, parts[1 - self.rank])
-        return result
+    def _move(
+        self, x: torch.Tensor, result: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int
+    ) -> Generator[Callable[[], bool], None, None]:
+        """Send the pieces of x to their ranks, and write what arrives to `result`, in rank order.
 
-    def _swap(self, sent: torch.Tensor, received: torch.Tensor) -> Phases:
-        """Send a buffer to the other one of two ranks, and write to `received` what it sends.
-
-        Before Gloo sends to a rank, that rank tells it that it is ready. If both send in one collective, this may wait
-        behind the data of the other direction. So long buffers travel in a collective and over a connection for each
-        direction. Gloo's allgather needs equal lengths, and copies what it has received.
+        `most` is the longest piece of all ranks. Before Gloo sends to a rank, that rank tells it that it is ready. If
+        both send in one collective, this may wait behind the data of the other direction. So long pieces travel in a
+        collective and over connections for each direction: from lower to higher ranks, and back.
         """
-        other = 1 - self.rank
-        most = max(len(sent), len(received)) * sent.element_size()
-        works = []
-        if most > _SHORT_BYTES:
-            for root, use in enumerate(("cpu", "back")):
-                x = sent if root == self.rank else received
-                if len(x):
-                    options = dist.BroadcastOptions()
-                    options.rootRank = root
-                    works.append(self._groups[use].broadcast([x], options))
-        elif most:
-            to, of = [0, 0], [0, 0]
-            to[other], of[other] = len(sent), len(received)
-            works.append(self._groups["cpu"].alltoall_base(received, sent, of, to))
+        if not most:
+            return
+        if x.device.type != "cpu" or most * x.element_size() <= _SHORT_BYTES:
+            yield self._done(self._groups[x.device.type].alltoall_base(result, x, list(received), list(sent)))
+            return
+        rank, none = self.rank, [0] * self.size
+        to_lower, own, to_higher = x.split([sum(sent[:rank]), sent[rank], sum(sent[rank + 1 :])])
+        from_lower, kept, from_higher = result.split([sum(received[:rank]), received[rank], sum(received[rank + 1 :])])
+        up = [*received[:rank], *none[rank:]], [*none[: rank + 1], *sent[rank + 1 :]]
+        back = [*none[: rank + 1], *received[rank + 1 :]], [*sent[:rank], *none[rank:]]
+        works = [
+            self._groups["cpu"].alltoall_base(from_lower, to_higher, *up),
+            self._groups["back"].alltoall_base(from_higher, to_lower, *back),
+        ]
+        kept.copy_(own)
         yield self._done(*works)
 
     def _join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
