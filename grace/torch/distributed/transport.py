@@ -186,10 +186,12 @@ class ProcessGroupTransport(OrderedTransport):
     # --- the phases of collectives ----------------------------------------------------------------------------------
 
     def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
-        mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        headers = list(torch.empty(self.size, len(header), dtype=torch.uint8).unbind())
-        yield self._done(self._groups["headers"].allgather([headers], [mine]))
-        return [bytes(row.tolist()) for row in headers]
+        # Gloo's allgather is a ring, in which a header would wait for all ranks before it.
+        mine = torch.frombuffer(bytearray(header * self.size), dtype=torch.uint8)
+        headers = torch.empty_like(mine)
+        yield self._done(self._groups["headers"].alltoall_base(headers, mine, [], []))
+        joined = headers.numpy().tobytes()
+        return [joined[i : i + len(header)] for i in range(0, len(joined), len(header))]
 
     def _reduce(self, x: torch.Tensor, op: Reduction) -> Phases:
         if len(x):
