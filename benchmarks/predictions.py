@@ -1,18 +1,23 @@
 """Compare predicted steps with measured ones: the cost model is calibrated on 2 ranks and predicts 4 and 8.
 
     python benchmarks/predictions.py docs/results/predictions.json
+    python benchmarks/predictions.py docs/results/predictions.json --fit
 
-First it measures every model, link and method on 2 ranks, with a core each and both on one core, and fits `Constants`
-to the models that are not in `HELD_OUT`. Then it predicts and measures the steps on more ranks. Of a held-out model,
-only its passes are known, and the time of a step without exchange on 2 ranks. Every step is measured in two rounds,
-whose difference is the noise. It takes 25 to 45 minutes of two idle cores, as root, and needs SciPy. A whole run also
-writes what `grace what-if` says of its accuracy (grace/advice/accuracy.py).
+The first command measures every model, link and method on 2 ranks, with a core each and over one link also with both on
+one core, and fits `Constants` to the models that are not in `HELD_OUT`. Then it predicts and measures the steps on more
+ranks. Of a held-out model, only its passes are known, and the time of a step without exchange on 2 ranks. Every step is
+measured in two rounds, whose difference is the noise. It takes 25 minutes of two idle cores, as root, and needs SciPy.
+
+The file keeps all that was measured, from which `--fit` makes everything else again. While steps are measured, it is in
+FILE.part, which `--fit` takes if it is there. A whole run also writes what `grace what-if` and `grace advise` know of
+the cost model (grace/advice/accuracy.py).
 """
 
 import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import os
 import re
@@ -30,8 +35,9 @@ import torch
 from scipy.optimize import least_squares
 
 from grace.advice import accuracy
-from grace.advice.cost import Codecs, buckets, ddp_buckets
-from grace.advice.model import LATENCY, Link, Machine, Step, predict
+from grace.advice.cost import Codec, Codecs, Cost, buckets, ddp_buckets
+from grace.advice.model import LATENCY, Link, Machine, Overhead, Step, predict
+from grace.advice.passes import Passes
 from grace.advice.passes import measured as measured_passes
 from grace.bench.frameworks import set_up
 from grace.bench.step.methods import COMPUTE, Method
@@ -46,19 +52,32 @@ MODEL_NAMES = ("mlp", "vgg", "transformer")
 #: Named before anything was fitted: a third of the cells.
 HELD_OUT = ("transformer",)
 LINKS = {"1gbit": 1e9, "10gbit": 1e10}
-METHODS = ("ddp", "fp16", "qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
+METHODS = [Method("ddp"), *map(Method, ("fp16", "qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd"))]
+# Two ranks take one round for what more of them take two for.
+TWO_ROUNDS = [Method(name, {"communicator": "two_shot"}) for name in ("qsgd", "blockwise")]
 CALIBRATED, PREDICTED = 2, (4, 8)
-ROUNDS, STEPS = 2, 3
+ROUNDS, WARM_UP, STEPS = 2, 2, 3
 CORES = len(os.sched_getaffinity(0))
+COLUMNS = {
+    "model": {"title": "model"},
+    "link": {"title": "link"},
+    "ranks": {"title": "ranks"},
+    "method": {"title": "method"},
+    "measured": {"title": "measured: s", "format": ".3f"},
+    "predicted": {"title": "predicted: s", "format": ".3f"},
+    "error": {"title": "error", "format": "+.0%"},
+    "noise": {"title": "noise", "format": ".0%"},
+    "cores": {"title": "cores"},
+    "use": {"title": "use"},
+}
 
 
 class Constants(NamedTuple):
-    """Constants of the fit: how much of a link is used, and seconds that neither codecs nor the model explain.
+    """Constants of the fit.
 
-    `efficiency` is the part of the nominal bandwidth, and `codec` a factor of the measured times of codecs. `copying`
-    is the time per byte of a gradient that a hook of DDP takes beside the codec, `handling` that of the transport per
-    byte sent, and `serving` that per round and rank. `meeting` is the time per round in which ranks wait for each
-    other; with s ranks per core, (s - 1) `turn` is added.
+    `efficiency` is the used part of a link's bandwidth, and `codec` a factor of the measured times of codecs. Then come
+    the fields of `Overhead`. `contention` is how many times as long codecs, copies and the transport take if all cores
+    work, which share the bandwidth of the memory.
     """
 
     efficiency: float
@@ -67,12 +86,12 @@ class Constants(NamedTuple):
     handling: float
     serving: float
     meeting: float
-    turn: float
+    contention: float
 
 
-START = Constants(0.95, 1.0, 3e-10, 1e-9, 5e-4, 1e-3, 1e-3)
-LEAST = Constants(0.7, 0.5, 1e-12, 1e-12, 1e-6, 1e-5, 1e-5)
-MOST = Constants(1.0, 3.0, 1e-8, 1e-8, 1e-2, 5e-2, 1e-1)
+START = Constants(0.95, 1.0, 1e-10, 6e-10, 1e-4, 1e-3, 1.2)
+LEAST = Constants(0.7, 0.5, 1e-12, 1e-12, 1e-6, 1e-5, 1.0)
+MOST = Constants(1.0, 2.0, 1e-8, 1e-8, 1e-2, 5e-2, 2.0)
 
 
 class Cell(NamedTuple):
@@ -83,20 +102,53 @@ class Cell(NamedTuple):
     cores: int = CORES
 
 
-def measured(models, links, ranks, cores=CORES):
-    """Return the median seconds of both rounds of every cell, by the cell, and those of compute by model and link."""
-    found = {}
-    for model, link, n in itertools.product(models, links, ranks):
-        setting = Setting("torch", model, n, link, None, ROUNDS, STEPS)
-        methods = [Method(COMPUTE), *(Method(name) for name in METHODS)]
+class Measurements:
+    """All measurements, as the file keeps them: passes by model, codecs, and the seconds of steps by cell."""
+
+    def __init__(self, path):
+        self.path = path
+        self.passes, self.codecs, self.steps = {}, [], []
+
+    def keep(self):
+        """Write what there is."""
+        told = {"passes": self.passes, "codecs": self.codecs, "steps": self.steps}
+        tables.write(str(self.path), "", COLUMNS, [], **told)
+
+    def take_passes(self, model):
+        """Measure the passes of a model in this process, and its update."""
+        torch.manual_seed(0)
+        made = MODELS[model]()
+        passes = measured_passes(made, made.loss)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.001, momentum=0.9, fused=True)
+        times = []
+        for _ in range(6):
+            made.loss().backward()
+            begin = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - begin)
+            optimizer.zero_grad()
+        ready = {name: round(at, 6) for name, at in passes.ready.items()}
+        update = statistics.median(times[1:])
+        self.passes[model] = {"forward": passes.forward, "backward": passes.backward, "update": update, "ready": ready}
+
+    def take_codec(self, codecs, method, ranks):
+        """Measure the codec of a method."""
+        found = codecs.of(config_of(method), Ranks(ranks, 1))
+        parts = {"before": list(found.before), "after": list(found.after)}
+        self.codecs.append({"method": method.label, "ranks": ranks, **parts, "bytes": found.bytes})
+
+    def take_steps(self, model, link, ranks, methods, cores=CORES):
+        """Measure steps without exchange and with the methods: the median seconds of each round."""
+        setting = Setting("torch", model, ranks, link, None, ROUNDS, STEPS, warm_up=WARM_UP)
+        methods = [Method(COMPUTE), *methods]
         with running_on(cores):
             results = measure(setting, methods, lambda text: None)
         for method, result in zip(methods, results, strict=True):
-            halves = [statistics.median(result.times[i * STEPS : (i + 1) * STEPS]) for i in range(ROUNDS)]
-            cell = Cell(model, link, n, method.name, cores)
-            found[cell] = halves
-            print(cell, [round(x, 4) for x in halves], file=sys.stderr, flush=True)
-    return found
+            halves = [round(statistics.median(result.times[i * STEPS : (i + 1) * STEPS]), 5) for i in range(ROUNDS)]
+            cell = Cell(model, link, ranks, method.label, cores)
+            self.steps.append({**cell._asdict(), "seconds": halves})
+            print(*cell, halves, file=sys.stderr, flush=True)
+        self.keep()
 
 
 @contextlib.contextmanager
@@ -110,110 +162,111 @@ def running_on(cores):
         os.sched_setaffinity(0, before)
 
 
-def specs_of(model):
-    """Return the tensors of a model."""
-    return [TensorSpec(name, tuple(p.shape)) for name, p in MODELS[model]().named_parameters()]
+def config_of(method):
+    """Return the configuration of a method."""
+    return make_config({**compressors.needed(method.name), "compressor": method.name, **method.options})
 
 
-def parts_of(model):
-    """Return the passes of a model in this process, and the seconds of its update."""
-    torch.manual_seed(0)
-    made = MODELS[model]()
-    passes = measured_passes(made, made.loss)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.001, momentum=0.9, fused=True)
-    times = []
-    for _ in range(6):
-        made.loss().backward()
-        begin = time.perf_counter()
-        optimizer.step()
-        times.append(time.perf_counter() - begin)
-        optimizer.zero_grad()
-    return passes, statistics.median(times[1:])
-
-
-def predicted(cell, compute, parts, specs, codecs, constants):
-    """Return the seconds of a cell's step, from the compute of a rank that has a core of its own, and its parts."""
-    passes, update = parts
-    share = update / (passes.compute + update)
-    passes, update = passes.scaled(compute * (1 - share)), compute * share
-    if cell.method == "ddp":
-        found, codec = ddp_buckets(specs, passes.ready), 1.0
-    else:
-        config = make_config({**compressors.needed(cell.method), "compressor": cell.method})
-        ranks = Ranks(cell.ranks, 1)
-        found = buckets(specs, config, ranks, codecs.of(config, ranks), passes.ready)
-        codec = constants.codec
-    # A bucket's gradients are copied before and after, beside its codec.
-    copying = constants.copying * 4 * sum(spec.numel for spec in specs) / len(found) / 2
-    found = [
-        dataclasses.replace(each, before=codec * each.before + copying, after=codec * each.after + copying)
-        for each in found
-    ]
-    sharing = max(1.0, cell.ranks / cell.cores)
-    step = Step(
-        passes.forward,
-        passes.backward,
-        update,
-        tuple(found),
-        handling=constants.handling,
-        serving=constants.serving,
-        meeting=constants.meeting + constants.turn * (sharing - 1),
-    )
-    link = Link(LINKS[cell.link] / 8 * constants.efficiency, LATENCY)
-    return predict(step, Machine(cell.ranks, link, sharing=sharing)).seconds
-
-
-def fit(errors):
-    """Return the constants that make `errors(constants)` small, in logarithms, because all are positive."""
-
-    def constants(x):
-        return Constants(*np.exp(x).tolist())
-
-    # A few cells that something disturbed must not decide, and predictions have kinks, so the steps are wide.
-    found = least_squares(
-        lambda x: errors(constants(x)),
-        np.log(START),
-        bounds=(np.log(LEAST), np.log(MOST)),
-        loss="soft_l1",
-        f_scale=0.05,
-        diff_step=0.02,
-    )
-    return constants(found.x)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="the file of results")
-    parser.add_argument("--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES)
-    parser.add_argument("--links", nargs="+", choices=tuple(LINKS), default=tuple(LINKS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=PREDICTED)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def measured(path, models, links, ranks):
+    """Measure all that the predictions need, and then the steps that they are compared with."""
+    found = Measurements(path)
+    # Everything in this process comes before the ranks start, on an idle machine.
     codecs = Codecs(set_up("torch", "cpu", 1, True))
-    specs = {model: specs_of(model) for model in arguments.models}
-    parts = {model: parts_of(model) for model in arguments.models}
-    # All codecs are measured before the ranks start, on an idle machine.
-    for method, n in itertools.product(METHODS[1:], (CALIBRATED, *arguments.ranks)):
-        codecs.of(make_config({**compressors.needed(method), "compressor": method}), Ranks(n, 1))
-    known = measured(arguments.models, arguments.links, (CALIBRATED,))
-    fitting = [model for model in arguments.models if model not in HELD_OUT]
-    # What ranks on one core cost each other does not depend on the link.
-    crowded = measured(fitting, arguments.links[-1:], (CALIBRATED,), cores=1)
-    compute = {
-        model: statistics.median(statistics.fmean(known[Cell(model, link, 2, COMPUTE)]) for link in arguments.links)
-        for model in arguments.models
-    }
+    for model in models:
+        found.take_passes(model)
+    for method, n in [*itertools.product(METHODS[1:], (CALIBRATED, *ranks)), *zip(TWO_ROUNDS, itertools.repeat(2))]:
+        found.take_codec(codecs, method, n)
+    for model, link in itertools.product(models, links):
+        methods = [] if model in HELD_OUT else METHODS + TWO_ROUNDS
+        found.take_steps(model, link, CALIBRATED, methods)
+        # What ranks on one core cost each other does not depend on the link.
+        if methods and link == links[-1]:
+            found.take_steps(model, link, CALIBRATED, methods, cores=1)
+    for n, model, link in itertools.product(ranks, models, links):
+        found.take_steps(model, link, n, METHODS)
 
-    def guess(cell, constants):
-        return predicted(cell, compute[cell.model], parts[cell.model], specs[cell.model], codecs, constants)
 
-    fitted = {c: x for c, x in {**known, **crowded}.items() if c.method != COMPUTE and c.model in fitting}
-    constants = fit(lambda tried: [math.log(guess(c, tried) / statistics.fmean(x)) for c, x in fitted.items()])
+class Predictor:
+    """Predictions of cells from what was measured on 2 ranks, as a file of results keeps it."""
+
+    def __init__(self, data):
+        self._passes, self._specs = data["passes"], {}
+        for model in self._passes:
+            self._specs[model] = [TensorSpec(name, tuple(p.shape)) for name, p in MODELS[model]().named_parameters()]
+        self._codecs = {
+            (row["method"], row["ranks"]): Codec(Cost(*row["before"]), Cost(*row["after"]), row["bytes"], 0.0)
+            for row in data["codecs"]
+        }
+        #: The seconds of both rounds of every cell.
+        self.steps = {Cell(*(row[field] for field in Cell._fields)): row["seconds"] for row in data["steps"]}
+        self._methods = {method.label: method for method in METHODS + TWO_ROUNDS}
+
+    def compute(self, model, cores):
+        """Return the seconds of a step without exchange of a rank, from those of 2 ranks on so many cores."""
+        found = [
+            statistics.fmean(x) * cores / CALIBRATED
+            for cell, x in self.steps.items()
+            if (cell.model, cell.ranks, cell.method, cell.cores) == (model, CALIBRATED, COMPUTE, cores)
+        ]
+        return statistics.median(found)
+
+    def seconds(self, cell, constants):
+        """Return the predicted seconds of a cell's step."""
+        told, specs, method = self._passes[cell.model], self._specs[cell.model], self._methods[cell.method]
+        # Ranks that have the machine's memory for themselves compute faster.
+        compute = self.compute(cell.model, cell.cores)
+        share = told["update"] / (told["forward"] + told["backward"] + told["update"])
+        passes = Passes(told["forward"], told["backward"], told["ready"]).scaled(compute * (1 - share))
+        # Alone on the machine, a core has all of its memory's bandwidth.
+        slower = 1.0 if cell.cores == CORES else 1 / constants.contention
+        if method.compresses:
+            ranks = Ranks(cell.ranks, 1)
+            codec, factor = self._codecs[cell.method, cell.ranks], constants.codec * slower
+            before, after = (Cost(*(factor * x for x in part)) for part in (codec.before, codec.after))
+            codec = codec._replace(before=before, after=after)
+            found = buckets(specs, config_of(method), ranks, codec, passes.ready)
+        else:
+            found = ddp_buckets(specs, passes.ready)
+        overhead = Overhead(
+            slower * constants.copying, slower * constants.handling, constants.serving, constants.meeting
+        )
+        step = Step(passes.forward, passes.backward, compute * share, tuple(found), overhead)
+        link = Link(LINKS[cell.link] / 8 * constants.efficiency, LATENCY)
+        return predict(step, Machine(cell.ranks, link, sharing=max(1.0, cell.ranks / cell.cores))).seconds
+
+    def fitted(self):
+        """Return the constants with which the predictions of cells on 2 ranks are best."""
+        cells = [
+            (cell, statistics.fmean(x))
+            for cell, x in self.steps.items()
+            if cell.ranks == CALIBRATED and cell.method != COMPUTE and cell.model not in HELD_OUT
+        ]
+
+        def constants(x):
+            # All of them are positive.
+            return Constants(*np.exp(x).tolist())
+
+        # A few cells that something disturbed must not decide, and predictions have kinks, so the steps are wide.
+        found = least_squares(
+            lambda x: [math.log(self.seconds(cell, constants(x)) / seconds) for cell, seconds in cells],
+            np.log(START),
+            bounds=(np.log(LEAST), np.log(MOST)),
+            loss="soft_l1",
+            f_scale=0.05,
+            diff_step=0.02,
+        )
+        return constants(found.x)
+
+
+def conclude(path, data):
+    """Fit the constants to a file of measurements, and write it with the predictions. Return the constants."""
+    predictor = Predictor(data)
+    constants = predictor.fitted()
     print(constants, file=sys.stderr, flush=True)
     rows = []
-    for cell, halves in {**known, **crowded, **measured(arguments.models, arguments.links, arguments.ranks)}.items():
+    for cell, halves in predictor.steps.items():
         if cell.method != COMPUTE:
-            seconds, said = statistics.fmean(halves), guess(cell, constants)
+            seconds, said = statistics.fmean(halves), predictor.seconds(cell, constants)
             rows.append(
                 {
                     **cell._asdict(),
@@ -225,42 +278,30 @@ def main():
                 }
             )
     checked = [row for row in rows if row["ranks"] != CALIBRATED]
+    summary = {}
+    for use in ("all", "held out"):
+        if chosen := [row for row in checked if use in (row["use"], "all")]:
+            summary[use] = errors_of(chosen)
     what = (
         f"Predicted and measured seconds of a step with DDP, {len(checked)} of them of ranks that share {CORES} cores"
     )
-    summary = {name: errors_of([r for r in checked if name in (r["use"], "all")]) for name in ("all", "held out")}
-    columns = {
-        "model": {"title": "model"},
-        "link": {"title": "link"},
-        "ranks": {"title": "ranks"},
-        "method": {"title": "method"},
-        "measured": {"title": "measured: s", "format": ".3f"},
-        "predicted": {"title": "predicted: s", "format": ".3f"},
-        "error": {"title": "error", "format": "+.0%"},
-        "noise": {"title": "noise", "format": ".0%"},
-        "cores": {"title": "cores"},
-        "use": {"title": "use"},
-    }
-    more = {"constants": constants._asdict(), "held_out": list(HELD_OUT), "summary": summary, "compute": compute}
-    tables.write(str(arguments.path), what, columns, rows, **more)
+    commands = [f"python benchmarks/predictions.py {path}"]
+    more = {"constants": constants._asdict(), "held_out": list(HELD_OUT), "summary": summary}
+    tables.save(str(path), {**data, "what": what, "commands": commands, **more, "rows": rows})
     print(summary)
-    if (set(arguments.models), set(arguments.links), set(arguments.ranks)) == (
-        set(MODEL_NAMES),
-        set(LINKS),
-        {*PREDICTED},
-    ):
-        tell(summary["held out"])
+    return constants, summary
 
 
-def tell(found):
-    """Write the errors into grace/advice/accuracy.py."""
+def tell(constants, summary):
+    """Write the errors and the constants into grace/advice/accuracy.py."""
     path = Path(accuracy.__file__)
-    told = accuracy.Accuracy(**found, machine=f"{processor()}, {CORES} cores")
-    figures = ", ".join(map(str, told[:-1]))
-    text, changed = re.subn(
-        r"^ACCURACY = .*$", f'ACCURACY = Accuracy({figures}, "{told.machine}")', path.read_text(), flags=re.MULTILINE
-    )
-    assert changed == 1
+    machine = f"{processor()}, {CORES} cores"
+    figures = ", ".join(map(str, summary["held out"].values()))
+    fields = ", ".join(f"{field.name}={getattr(constants, field.name):.3g}" for field in dataclasses.fields(Overhead))
+    text = path.read_text()
+    for name, value in (("ACCURACY", f'Accuracy({figures}, "{machine}")'), ("OVERHEAD", f"Overhead({fields})")):
+        text, changed = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+        assert changed == 1
     path.write_text(text)
 
 
@@ -274,6 +315,25 @@ def errors_of(rows):
         "cells": len(rows),
         "noise": round(float(np.median([row["noise"] for row in rows])), 4),
     }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="the file of results")
+    parser.add_argument("--models", nargs="+", choices=MODEL_NAMES, default=MODEL_NAMES)
+    parser.add_argument("--links", nargs="+", choices=tuple(LINKS), default=tuple(LINKS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=PREDICTED)
+    parser.add_argument("--fit", action="store_true", help="fit to what the file keeps, and measure nothing")
+    arguments = parser.parse_args()
+    part = arguments.path.with_name(arguments.path.name + ".part")
+    if not arguments.fit:
+        torch.set_num_threads(1)
+        measured(part, arguments.models, arguments.links, arguments.ranks)
+    kept = part if part.exists() else arguments.path
+    constants, summary = conclude(arguments.path, json.loads(kept.read_text(encoding="utf-8")))
+    part.unlink(missing_ok=True)
+    if summary.get("held out", {}).get("cells") == len(LINKS) * len(PREDICTED) * len(METHODS):
+        tell(constants, summary)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -142,8 +142,11 @@ class Codecs:
 
 
 def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, float]:
-    """Take a step; return the seconds of all ranks until their payloads are ready, and those of the rest."""
-    begin = time.perf_counter()
+    """Take a step; return the seconds of all ranks until their payloads are ready, and those of the rest.
+
+    What the simulated network does is left out: it joins and sums on each rank what a library does on the way.
+    """
+    begin, network = time.perf_counter(), simulation.network.seconds
     for run, gradient in zip(simulation.runs, gradients, strict=True):
         run.current.ready("x", gradient, 1.0)
     ready = time.perf_counter()
@@ -151,7 +154,7 @@ def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, f
     outcomes = [run.current.finish() for run in simulation.runs]
     for run, outcome in zip(simulation.runs, outcomes, strict=True):
         run.commit(outcome)
-    return ready - begin, time.perf_counter() - ready
+    return ready - begin, time.perf_counter() - ready - (simulation.network.seconds - network)
 
 
 def buckets(
@@ -174,21 +177,26 @@ def buckets(
         )
     planned = Ranks(_NODES * local_size, local_size)
     plan = _plan(tuple(specs), config, planned)
-    found = []
+    # DDP passes gradients on bucket by bucket.
+    passed = {spec.name: at for group, at in _ddp_groups(specs, ready) for spec in group}
+    found, dense = [], []
     for bucket in plan.buckets:
         item = plan.assignment_of[bucket.units[0].pieces[0].tensor]
+        if item.dense:
+            dense += [plan.assignment_of[piece.tensor].spec for unit in bucket.units for piece in unit.pieces]
+            continue
         # Planned for fewer ranks, a bucket may have another communicator.
-        communicator = item.communicator if item.dense else carried[item.spec.name]
+        communicator = carried[item.spec.name]
         units = exchanged_units(bucket, communicator)
         sent = sum(_payload(unit, codec) * share(unit, planned) for unit in units)
-        at = max(ready[piece.tensor] for unit in bucket.units for piece in unit.pieces)
-        compressed = [] if item.dense else units
+        at = max(passed[piece.tensor] for unit in bucket.units for piece in unit.pieces)
         # Of two_shot, each rank has a shard.
-        count = sum(1 / planned.size if unit.onward else share(unit, planned) for unit in compressed)
-        numel = sum(unit.spec.numel for unit in compressed)
+        count = sum(1 / planned.size if unit.onward else share(unit, planned) for unit in units)
+        numel = sum(unit.spec.numel for unit in units)
         before, after = (part.seconds(count, numel) for part in (codec.before, codec.after))
-        found.append(Bucket(at, before, after, rounds_of(bucket, communicator, sent, ranks)))
-    return found
+        nbytes = float(sum(unit.spec.nbytes for unit in bucket.units))
+        found.append(Bucket(at, before, after, rounds_of(bucket, communicator, sent, ranks), nbytes))
+    return found + dense_buckets(specs, {spec.name for spec in dense}, ready)
 
 
 @lru_cache(maxsize=32)
@@ -223,7 +231,11 @@ def rounds_of(bucket: plans.Bucket, communicator: Communicator, sent: float, ran
     units = exchanged_units(bucket, communicator)
     dense, proposed = float(sum(u.spec.nbytes for u in units)), float(sum(u.negotiated_bytes for u in units))
     if not isinstance(communicator, Hierarchical):
-        return _rounds(law_of(communicator), sent - proposed, proposed, dense, ranks.size, "all")
+        law = law_of(communicator)
+        if any(unit.half_sum for unit in units):
+            # Two ranks swap 16-bit floats, and more of them add slices.
+            law = "allgather" if ranks.size == 2 else "two_shot"
+        return _rounds(law, sent - proposed, proposed, dense, ranks.size, "all")
     local_size, within = communicator.ranks_per_node(ranks), bytes_within(bucket, communicator)
     if local_size == ranks.size:
         return _rounds(law_of(bucket.units[0].communicator), within, 0.0, dense, ranks.size, "all")
@@ -251,15 +263,35 @@ def ddp_buckets(specs: Sequence[TensorSpec], ready: Mapping[str, float]) -> list
 
     `ready` has the seconds after which each gradient is there.
     """
-    found: list[Bucket] = []
-    waiting, at = 0.0, 0.0
+    return dense_buckets(specs, {spec.name for spec in specs}, ready)
+
+
+def dense_buckets(specs: Sequence[TensorSpec], dense: Set[str], ready: Mapping[str, float]) -> list[Bucket]:
+    """Return the buckets of DistributedDataParallel whose `dense` tensors it reduces as they are.
+
+    Of a bucket in which others are compressed, each of them has an allreduce of its own.
+    """
+    found = []
+    for group, at in _ddp_groups(specs, ready):
+        left = [spec for spec in group if spec.name in dense]
+        if left:
+            count = 1 if len(left) == len(group) else len(left)
+            nbytes = float(sum(spec.nbytes for spec in left))
+            found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", nbytes, count=count),), nbytes))
+    return found
+
+
+def _ddp_groups(specs: Sequence[TensorSpec], ready: Mapping[str, float]) -> list[tuple[list[TensorSpec], float]]:
+    """Return the tensors of each bucket of DistributedDataParallel, and when the last of them is ready."""
+    found: list[tuple[list[TensorSpec], float]] = []
+    waiting: list[TensorSpec] = []
     for spec in sorted(specs, key=lambda spec: ready[spec.name]):
-        waiting, at = waiting + spec.nbytes, ready[spec.name]
-        if waiting >= DDP_BYTES[bool(found)]:
-            found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", waiting),)))
-            waiting = 0.0
+        waiting.append(spec)
+        if sum(each.nbytes for each in waiting) >= DDP_BYTES[bool(found)]:
+            found.append((waiting, ready[spec.name]))
+            waiting = []
     if waiting:
-        found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", waiting),)))
+        found.append((waiting, ready[waiting[-1].name]))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grace.advice.cost import LAWS, bytes_within, ddp_buckets, exchanged_units, law_of, rounds_of, share
+from grace.advice.cost import LAWS, bytes_within, dense_buckets, exchanged_units, law_of, rounds_of, share
 from grace.advice.model import Bucket, Round
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.observe.timeline import tensors_of
@@ -43,7 +43,8 @@ def buckets_of(
         found.append(Bucket(at, work / 2, work / 2, rounds_of(bucket, communicator, sent, ranks)))
     left = [item.spec for item in plan.delegated]
     if modules is None:
-        found += ddp_buckets(left, {spec.name: ready.get(spec.name, 0.0) for spec in left})
+        specs = [item.spec for item in plan.assignments]
+        found += dense_buckets(specs, {spec.name for spec in left}, {s.name: ready.get(s.name, 0.0) for s in specs})
     else:
         # Without replicas it is a reduce-scatter, half of an allreduce in a ring. Gloo sends as much as for all of it.
         whole = modules.communicator is None or waits

@@ -66,19 +66,23 @@ class Machine:
         """Return how many ranks take part in a collective of a scope."""
         return {"all": self.ranks, "node": self.local_size, "nodes": self.ranks // self.local_size}[scope]
 
-    def seconds(self, kind: Kind, nbytes: float, scope: Scope = "all") -> float:
-        r"""Return the time of a collective to which each rank passes `nbytes`; those of a scope run side by side.
+    def messages(self, kind: Kind, scope: Scope = "all") -> int:
+        """Return how many messages of a collective follow each other: 2 (n - 1) in an allreduce's ring, else n - 1."""
+        return (2 if kind == "allreduce" else 1) * (self.size(scope) - 1)
+
+    def seconds(self, kind: Kind, nbytes: float, scope: Scope = "all", count: int = 1) -> float:
+        r"""Return the time of `count` collectives to which each rank passes `nbytes` in all.
 
         Formula: m \alpha + c B / \beta
 
-        m are the messages one after the other, 2 (n - 1) in the ring of an allreduce and else n - 1, and c B the bytes
-        that leave a rank. In a ring of all ranks, one of each node sends to another node. In an alltoall, and between
-        nodes, all of them do.
+        m are their messages, and c B the bytes that leave a rank. Collectives of the groups of a scope run side by
+        side. In a ring of all ranks, one of each node sends to another node. In an alltoall, and between nodes, all of
+        them do.
         """
         n, local = self.size(scope), self.local_size
         if n == 1:
             return 0.0
-        messages = (2 if kind == "allreduce" else 1) * (n - 1)
+        messages = count * self.messages(kind, scope)
         leaving = float(copies(kind, n)) * nbytes
         if scope == "node" or self.ranks == local:
             return messages * self.inside.latency + leaving / self.inside.bandwidth
@@ -94,21 +98,48 @@ class Machine:
 
 @dataclass(frozen=True)
 class Round:
-    """One collective of a bucket: its kind, the bytes that each rank passes to it, and who takes part."""
+    """A collective of a bucket, or `count` that start together: kind, bytes that a rank passes, and who takes part."""
 
     kind: Kind
     nbytes: float
     scope: Scope = "all"
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket: when it is ready, in seconds of the backward pass, its codec before and after, and its rounds."""
+    """A bucket: when it is ready, in seconds of the backward pass, its codec before and after, and its rounds.
+
+    `nbytes` are those of its gradients.
+    """
 
     ready: float
     before: float
     after: float
     rounds: tuple[Round, ...]
+    nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """The seconds that an exchange takes of a rank beside its codec and the link.
+
+    `copying` counts per byte of gradients, in the thread that trains, `handling` per byte that a rank sends, for system
+    calls, copies and sums of the transport, and `serving` per collective and rank that takes part. These are processor
+    time, where no other core takes it. `meeting` counts per rank that takes part in a round that finds the link idle:
+    the ranks wait for each other, and wake threads that sleep.
+    """
+
+    copying: float = 0.0
+    handling: float = 0.0
+    serving: float = 0.0
+    meeting: float = 0.0
+
+    def processor(self, one: Round, machine: Machine) -> float:
+        """Return the seconds of processor time that the transport of a rank takes for a round."""
+        size = machine.size(one.scope)
+        sent = float(copies(one.kind, size)) * one.nbytes
+        return self.handling * sent + self.serving * size * one.count
 
 
 @dataclass(frozen=True)
@@ -116,21 +147,19 @@ class Step:
     """A training step of one rank: seconds of its parts on a core or device of its own, and its buckets.
 
     `backwards` passes accumulate gradients before one exchange, and `every` counts the optimizer steps from one
-    exchange to the next. `handling` are the seconds of processor time per byte that a rank sends, for copies and sums
-    of the transport, and `serving` those per round and rank that takes part, for messages and wake-ups; both where no
-    other core takes them. `meeting` are the seconds that a round takes beside its messages and bytes, in which ranks
-    wait for each other.
+    exchange to the next. With `polls`, the rank goes on with a bucket during the backward pass, as over Horovod. Else
+    it does so after the pass, one bucket after the other, as over torch.distributed and MPI, where all ranks must start
+    collectives in one order.
     """
 
     forward: float
     backward: float
     update: float
     buckets: tuple[Bucket, ...]
-    handling: float = 0.0
-    serving: float = 0.0
-    meeting: float = 0.0
+    overhead: Overhead = Overhead()
     backwards: int = 1
     every: int = 1
+    polls: bool = False
 
     @property
     def compute(self) -> float:
@@ -166,27 +195,29 @@ def predict(step: Step, machine: Machine) -> Prediction:
     """Return the time of a step, by simulating its events.
 
     The backward pass makes one bucket after the other ready. Each is compressed at once, which delays the rest of the
-    pass, and its first round joins the queue of the link. A rank looks after arrived rounds when the next bucket is
-    ready, and when the pass has ended: it then starts their next round, or merges what has come.
+    pass, and its first round joins the queue of the link. A rank that polls looks after arrived rounds when the next
+    bucket is ready, and when the pass has ended: it then starts their next round, or merges what has come. Another one
+    waits after the pass for all rounds of a bucket before it goes on with the next bucket.
     """
     slower = max(1.0, machine.sharing)
     alone = step.compute * slower
     if machine.ranks == 1 or not step.buckets:
         return Prediction(alone, alone, 0.0, 0.0, 0.0)
-    run = _Run(machine, step.handling * slower, step.serving * slower, step.meeting)
+    run = _Run(machine, step.overhead, slower, step.polls)
     buckets = sorted(step.buckets, key=lambda bucket: bucket.ready)
     run.now = slower * (step.forward + (step.backwards - 1) * (step.forward + step.backward))
     last = codec = 0.0
-    for bucket in buckets:
-        run.compute(slower * (bucket.ready - last))
+    for place, bucket in enumerate(buckets):
+        run.compute(bucket.ready - last)
         last = bucket.ready
-        run.look(slower)
-        run.compute(slower * bucket.before)
+        if step.polls:
+            run.look()
+        run.compute(bucket.before + step.overhead.copying * bucket.nbytes / 2)
         codec += slower * (bucket.before + bucket.after)
-        run.start(bucket, 0)
-    run.compute(slower * (step.backward - last))
-    run.drain(slower)
-    run.compute(slower * step.update)
+        run.start(place, bucket, 0)
+    run.compute(step.backward - last)
+    run.drain()
+    run.compute(step.update)
     rare = 1 / step.every
     return Prediction(
         seconds=alone + (run.now - alone) * rare,
@@ -200,52 +231,52 @@ def predict(step: Step, machine: Machine) -> Prediction:
 class _Run:
     """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
 
-    def __init__(self, machine: Machine, handling: float, serving: float, meeting: float) -> None:
-        self._machine, self._handling, self._serving, self._meeting = machine, handling, serving, meeting
+    def __init__(self, machine: Machine, overhead: Overhead, slower: float, polls: bool) -> None:
+        self._machine, self._overhead, self._slower, self._polls = machine, overhead, slower, polls
         self.now = self._free = self.wire = self.sent = 0.0
         # Processor time of the transport, which computing has to make room for, and waiting does not.
         self._owed = 0.0
-        self._arrivals: list[tuple[float, int, Bucket, int]] = []
-        self._started = 0
+        # When the round under way of each bucket arrives, its number, and the place and the bucket; in the order in
+        # which the rank takes them.
+        self._under_way: list[tuple[float, int, float, int, Bucket]] = []
 
-    def start(self, bucket: Bucket, number: int) -> None:
+    def start(self, place: int, bucket: Bucket, number: int) -> None:
         """Hand a round of a bucket to the link."""
-        one = bucket.rounds[number]
-        size = self._machine.size(one.scope)
-        nbytes = float(copies(one.kind, size)) * one.nbytes
-        seconds = self._machine.seconds(one.kind, one.nbytes, one.scope)
-        handling = self._handling * nbytes + self._serving * size
-        self._free = max(self._free, self.now) + max(seconds, handling) + self._meeting
+        one, machine, overhead = bucket.rounds[number], self._machine, self._overhead
+        size = machine.size(one.scope)
+        seconds = machine.seconds(one.kind, one.nbytes, one.scope, one.count)
+        idle = self._free <= self.now
+        handling = self._slower * overhead.processor(one, machine)
+        self._free = max(self._free, self.now) + max(seconds, handling) + overhead.meeting * size * idle
         self._owed += handling
         self.wire += seconds
-        self.sent += nbytes
-        self._started += 1
-        heapq.heappush(self._arrivals, (self._free, self._started, bucket, number))
+        self.sent += float(copies(one.kind, size)) * one.nbytes
+        heapq.heappush(self._under_way, (self._free if self._polls else 0.0, place, self._free, number, bucket))
 
     def compute(self, seconds: float) -> None:
-        """Compute for so many seconds of the processor, and let the transport have what it needs of it."""
-        self.now += seconds + self._owed
+        """Compute for so many seconds of a core of its own, and let the transport have what it needs of it."""
+        self.now += self._slower * seconds + self._owed
         self._owed = 0.0
 
-    def look(self, slower: float) -> None:
+    def look(self) -> None:
         """Go on with the rounds that have arrived by now."""
-        while self._arrivals and self._arrivals[0][0] <= self.now:
-            self._go_on(slower)
+        while self._under_way and self._under_way[0][2] <= self.now:
+            self._go_on()
 
-    def drain(self, slower: float) -> None:
-        """Wait for all rounds, in the order in which they arrive."""
-        while self._arrivals:
-            waiting = max(0.0, self._arrivals[0][0] - self.now)
+    def drain(self) -> None:
+        """Wait for all rounds, in the order in which the rank takes them."""
+        while self._under_way:
+            waiting = max(0.0, self._under_way[0][2] - self.now)
             self.now += waiting
             self._owed = max(0.0, self._owed - waiting)
-            self._go_on(slower)
+            self._go_on()
 
-    def _go_on(self, slower: float) -> None:
-        _, _, bucket, number = heapq.heappop(self._arrivals)
+    def _go_on(self) -> None:
+        _, place, _, number, bucket = heapq.heappop(self._under_way)
         # What lies between two rounds is a part of `after`.
-        self.compute(slower * bucket.after / len(bucket.rounds))
+        self.compute((bucket.after + self._overhead.copying * bucket.nbytes / 2) / len(bucket.rounds))
         if number + 1 < len(bucket.rounds):
-            self.start(bucket, number + 1)
+            self.start(place, bucket, number + 1)
 
 
 def bandwidth_for(step: Step, machine: Machine, share: float) -> float | None:

@@ -235,7 +235,7 @@ def test_the_buckets_of_a_plan_are_ready_with_their_tensors_and_carry_what_is_an
         assert 2 * bucket.before == pytest.approx(len(units) + 0.01 * (512 * 512 + 4096))
         sent = sum(
             nbytes * (3.0 if kind == "allgather" else 1.0)
-            for kind, nbytes, _ in map(dataclasses.astuple, bucket.rounds)
+            for kind, nbytes, *_ in map(dataclasses.astuple, bucket.rounds)
         )
         assert sent == pytest.approx(copies * plan.buckets[0].nbytes)
     # What stays with the library travels in its buckets.
@@ -244,6 +244,14 @@ def test_the_buckets_of_a_plan_are_ready_with_their_tensors_and_carry_what_is_an
     first, second = forecast.buckets_of(plan, ready, codec, Ranks(4))
     assert (first.ready, first.before, first.rounds) == (3.0, 0.0, (Round("allreduce", 4 * 512 * 512),))
     assert (second.ready, second.before, second.rounds) == (5.0, 0.0, (Round("allreduce", 4 * 4096),))
+    # Beside what is compressed, it reduces each tensor alone.
+    tensors = {"w": (512, 128), "b": (64,), "c": (32,)}
+    plan = grace.Simulation(4, tensors, {"compressor": "signsgd"}).plan
+    rest, dense = (tuple(item for item in plan.exchanged if item.dense is kind) for kind in (False, True))
+    buckets = tuple(bucket for bucket in plan.buckets if not bucket.units[0].dense)
+    plan = dataclasses.replace(plan, buckets=buckets, delegated=dense, exchanged=rest)
+    *_, last = forecast.buckets_of(plan, {"w": 1.0, "b": 2.0, "c": 3.0}, codec, Ranks(4))
+    assert last.rounds == (Round("allreduce", 4 * (64 + 32), count=2),)
 
 
 def test_a_hierarchical_exchange_counts_within_and_between_nodes(monkeypatch):

@@ -1,16 +1,19 @@
 """The cost of an exchange: bytes beside those of a simulation, and times that are positive and grow."""
 
 import dataclasses
+import time
 
 import pytest
 
 from grace import Simulation
 from grace.advice import cost
+from grace.advice.model import Round
 from grace.advice.passes import assumed, measured
 from grace.bench.frameworks import set_up
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.config import make_config
 from grace.core.errors import ConfigError
+from grace.core.session import simulation as simulated
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.collectives import copies
 
@@ -62,6 +65,44 @@ def test_a_communicator_that_the_configuration_names_carries_the_buckets():
     # By itself, qsgd takes two_shot on many ranks.
     alone = cost.buckets(SPECS, make_config({"compressor": "qsgd", "default_rules": False}), Ranks(8, 1), NONE, READY)
     assert {r.kind for bucket in alone for r in bucket.rounds} == {"alltoall", "allgather"}
+
+
+def test_floats_of_16_bits_are_swapped_by_two_ranks_and_added_in_slices_by_more():
+    fp16 = make_config({"compressor": "fp16", "default_rules": False})
+    kinds = {n: [r.kind for r in cost.buckets(SPECS, fp16, Ranks(n), NONE, READY)[0].rounds] for n in (2, 4)}
+    assert kinds == {2: ["allgather"], 4: ["alltoall", "allgather"]}
+
+
+def test_ddp_passes_gradients_on_bucket_by_bucket_and_reduces_each_dense_tensor():
+    weights = [TensorSpec(f"w{i}", (1024, 1024)) for i in range(4)]
+    specs = [x for w in weights for x in (w, TensorSpec(f"{w.name}.bias", (1024,)))]
+    ready = assumed(specs, 1.5).ready
+    found = cost.buckets(specs, make_config({"compressor": "qsgd"}), Ranks(2), NONE, ready)
+    # The last weight fills DDP's first bucket, and all others come with the last of them.
+    first = ready["w3"]
+    *compressed, one, rest = found
+    assert [bucket.ready for bucket in compressed] == [first, *[pytest.approx(1.0)] * 3]
+    assert [(b.ready, b.rounds) for b in (one, rest)] == [
+        (first, (Round("allreduce", 4096.0),)),
+        (pytest.approx(1.0), (Round("allreduce", 3 * 4096.0, count=3),)),
+    ]
+    # Without a compressed tensor, the bucket is reduced as a whole.
+    plain = cost.dense_buckets(specs, {spec.name for spec in specs}, ready)
+    assert [bucket.rounds[0].count for bucket in plain] == [1, 1]
+
+
+def test_a_codec_does_not_count_what_the_simulated_network_sums(monkeypatch):
+    plain, slept = simulated.reduce, []
+
+    def slowly(*given):
+        slept.append(time.sleep(0.05))
+        return plain(*given)
+
+    monkeypatch.setattr(simulated, "reduce", slowly)
+    codecs = cost.Codecs(set_up("numpy", "cpu", 1, True), (1 << 10, 1 << 12))
+    found = codecs.of(make_config({"compressor": "none", "default_rules": False}), Ranks(2))
+    assert slept
+    assert found.after.seconds(1, 1 << 12) < 0.05
 
 
 def test_buckets_become_ready_in_reverse_order_of_the_tensors():

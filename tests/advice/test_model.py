@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from grace.advice.model import Bucket, Link, Machine, Round, Step, bandwidth_for, break_even, predict
+from grace.advice.model import Bucket, Link, Machine, Overhead, Round, Step, bandwidth_for, break_even, predict
 from grace.core.errors import ConfigError
 
 MB = 1e6
@@ -72,12 +72,24 @@ def test_buckets_overlap_with_the_backward_pass_and_queue_on_the_link():
 def test_a_codec_delays_the_pass_and_its_second_round_waits_for_the_rank():
     rounds = (Round("alltoall", MB), Round("allgather", MB))
     machine = Machine(2, Link(100 * MB))
-    step = Step(0.0, 0.1, 0.0, (Bucket(0.05, 0.02, 0.04, rounds), Bucket(0.1, 0.02, 0.04, rounds)))
+    buckets = (Bucket(0.05, 0.02, 0.04, rounds), Bucket(0.1, 0.02, 0.04, rounds))
+    step = Step(0.0, 0.1, 0.0, buckets, polls=True)
     found = predict(step, machine)
     assert found.codec == pytest.approx(0.12)
     # Compute and codecs, and at the end the two rounds of the second bucket, which nothing but the first one's last
     # merge hides.
     assert 0.1 + 0.12 < found.seconds < 0.1 + 0.12 + 4 * 0.01 + 1e-9
+
+
+def test_a_rank_that_does_not_poll_goes_on_after_the_pass_bucket_by_bucket():
+    rounds = (Round("alltoall", MB), Round("allgather", MB))
+    machine = Machine(2, Link(100 * MB))
+    step = Step(0.0, 1.0, 0.0, (Bucket(0.1, 0.0, 0.04, rounds), Bucket(0.2, 0.0, 0.04, rounds)))
+    # Nothing hides the second round of a bucket, because the next bucket waits for its end.
+    assert predict(step, machine).seconds == pytest.approx(1.0 + 2 * 0.04 + 2 * 0.01)
+    # A rank that polls starts the first bucket's second round when the second bucket is ready.
+    polling = dataclasses.replace(step, polls=True)
+    assert predict(polling, machine).seconds == pytest.approx(1.0 + 2 * 0.04 + 0.01)
 
 
 def test_no_step_is_shorter_than_its_work_or_its_link():
@@ -100,24 +112,44 @@ def test_shared_cores_accumulation_and_rare_exchanges():
 
 def test_the_transport_takes_processor_time_only_where_the_rank_computes():
     step, machine = dense(), Machine(2, LINK)
-    handled = dataclasses.replace(step, handling=1e-9)
+    overhead = Overhead(handling=1e-9)
+    handled = dataclasses.replace(step, overhead=overhead)
     # The only bucket is sent while the rank waits.
     assert predict(handled, machine).seconds == pytest.approx(predict(step, machine).seconds)
-    # A link that is faster than the transport waits for it.
+    # A link that is faster than the transport waits for it, and longer on a core that two ranks share.
     fast = Machine(2, Link(1e12))
     assert predict(handled, fast).seconds == pytest.approx(step.compute + 0.05)
+    shared = dataclasses.replace(fast, sharing=2.0)
+    assert predict(handled, shared).seconds == pytest.approx(2 * (step.compute + 0.05))
     # The first of two buckets is handled while the second is computed.
-    first, second = dense(2, 50 * MB, backward=2.0).buckets
-    pair = Step(0.0, 2.0, 0.0, (first, second), handling=1e-9)
+    pair = Step(0.0, 2.0, 0.0, dense(2, 50 * MB, backward=2.0).buckets, overhead)
     assert predict(pair, machine).seconds == pytest.approx(2.05 + predict(dense(), machine).wire)
 
 
-def test_ranks_meet_in_every_round():
+def test_collectives_that_start_together_take_messages_and_processor_time_each():
+    assert Machine(4, LINK).seconds("allreduce", MB, count=5) == pytest.approx(5 * 6e-3 + 1.5 / 125)
+    many = Step(0.0, 1.0, 0.0, (Bucket(0.5, 0.0, 0.0, (Round("allreduce", MB, count=5),)),), Overhead(serving=1e-3))
+    # Of four ranks, while the rank computes.
+    assert predict(many, Machine(4, LINK)).seconds == pytest.approx(1.0 + 5 * 4 * 1e-3)
+
+
+def test_gradients_are_copied_by_the_rank():
+    (bucket,) = dense().buckets
+    step = Step(0.1, 0.2, 0.05, (dataclasses.replace(bucket, nbytes=50 * MB),), Overhead(copying=1e-9))
+    assert predict(step, Machine(2, LINK)).seconds == pytest.approx(predict(dense(), Machine(2, LINK)).seconds + 0.05)
+
+
+def test_ranks_meet_where_the_link_is_idle():
     rounds = (Round("alltoall", MB), Round("allgather", MB))
     step, machine = Step(0.0, 0.1, 0.0, (Bucket(0.1, 0.0, 0.0, rounds),)), Machine(2, LINK)
-    meeting = dataclasses.replace(step, meeting=0.01)
-    assert predict(meeting, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.02)
+    meeting = dataclasses.replace(step, overhead=Overhead(meeting=0.01))
+    # Two rounds of two ranks.
+    assert predict(meeting, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.04)
     assert predict(meeting, machine).wire == predict(step, machine).wire
+    # In rounds that follow each other on the link, only the first one waits for ranks.
+    batch = dataclasses.replace(meeting, buckets=(Bucket(0.1, 0.0, 0.0, rounds[:1]),) * 3)
+    plain = dataclasses.replace(batch, overhead=Overhead())
+    assert predict(batch, machine).seconds == pytest.approx(predict(plain, machine).seconds + 0.02)
 
 
 def test_bandwidths_are_where_the_condition_begins():

@@ -34,6 +34,8 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     # Modules with components of the user, by the names that `import_own` returns.
     modules: Sequence[str] = ()
+    # Steps before those that are timed, in every round.
+    warm_up: int = WARM_UP
 
     def options_of(self, method: Method) -> dict[str, Any]:
         """Return the options of a method's configuration."""
@@ -156,7 +158,7 @@ class Bed:
                 self._progress(f"{result.method.label}, round {turn + 1} of {setting.rounds}")
                 group.go_on()
                 options = setting.options_of(result.method)
-                visits = group.visit(result.method, options, WARM_UP, setting.steps, metered=self._metered)
+                visits = group.visit(result.method, options, setting.warm_up, setting.steps, metered=self._metered)
                 result.add(visits)
                 group.pause()
         return results
