@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
-from grace.advice.accuracy import ACCURACY
+from grace.advice.accuracy import ACCURACY, OVERHEAD
 from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
 from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
-from grace.advice.model import Link, Machine, Round, Step, break_even, predict
+from grace.advice.model import Link, Machine, Overhead, Round, Step, break_even, predict, taken_in_pass
 from grace.advice.watch import Watch
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.recommended import Optimizer
@@ -25,8 +25,8 @@ from grace.core.plan.plan import Plan
 if TYPE_CHECKING:
     from grace.core.session.exchange import Exchange
 
-# Sizes of the allreduces that measure the link, in bytes.
-SIZES = (16 * 1024, 256 * 1024, 1024 * 1024)
+# Sizes of the allreduces that measure the link, in bytes. Links let some hundred KiB pass at once after a pause.
+SIZES = (16 * 1024, 4 * 1024 * 1024)
 # Of candidates whose times differ by less than this share, the gentlest is the best: the figures are no better.
 CLOSE = 0.03
 _UNKNOWN = (
@@ -168,6 +168,9 @@ class Figures:
             except (ConfigError, IncompatibleError) as reason:
                 # What the framework's sharding does not allow.
                 self.left_out[label] = str(reason)
+        # The measured link includes the time in which ranks meet. A GPU leaves the transport to other processors.
+        on_cpu = exchange._specs[0].device == "cpu"
+        self._overhead = Overhead(handling=OVERHEAD.handling) if on_cpu else Overhead()
         now = next((label for label in self._plans if made[label].method == exchange.config.method), None)
         self.observe(everyone, now)
 
@@ -182,12 +185,12 @@ class Figures:
         self.compute = max(self.period - self.exposed, 0.0)
         self.ready = {name: _mean(rank["ready"].get(name, 0.0) for rank in everyone) for name in everyone[0]["ready"]}
         self.waits = any(rank["waits"] for rank in everyone)
-        if self.now not in (None, NONE) and not self.waits:
-            # What the codec takes during the backward pass is part of the measured times.
-            buckets = self.step(self.now).buckets
-            self.compute = max(self.compute - sum(bucket.before for bucket in buckets), 0.0)
+        if self.now is not None and not self.waits:
+            # What the codec and the transport take during the backward pass is part of the measured times.
+            taken = taken_in_pass(self.step(self.now), self.machine(self.link))
+            self.compute = max(self.compute - sum(seconds for _, seconds in taken), 0.0)
             self.ready = {
-                name: max(at - sum(bucket.before for bucket in buckets if bucket.ready < at), 0.0)
+                name: max(at - sum(seconds for ready, seconds in taken if ready < at), 0.0)
                 for name, at in self.ready.items()
             }
         if self.now is not None and self.waits:
@@ -201,8 +204,8 @@ class Figures:
         plan, codec = self._plans[label], self.codecs.get(label, {})
         modules = self._exchange._modules_for(self._exchange.ranks)
         buckets = buckets_of(plan, self.ready, codec, self._exchange.ranks, modules, waits=self.waits)
-        backward = max(self.ready.values(), default=0.0)
-        return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets))
+        backward, polls = max(self.ready.values(), default=0.0), not self._exchange.transport.ordered
+        return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets), self._overhead, polls=polls)
 
     def machine(self, link: Link) -> Machine:
         """Return the ranks with a link between any two of them, or between any two nodes."""

@@ -146,15 +146,17 @@ def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, f
 
     What the simulated network does is left out: it joins and sums on each rank what a library does on the way.
     """
-    begin, network = time.perf_counter(), simulation.network.seconds
+    moments = [time.perf_counter() - simulation.network.seconds]
     for run, gradient in zip(simulation.runs, gradients, strict=True):
         run.current.ready("x", gradient, 1.0)
-    ready = time.perf_counter()
+    moments.append(time.perf_counter() - simulation.network.seconds)
     poll_all(simulation.runs)
     outcomes = [run.current.finish() for run in simulation.runs]
     for run, outcome in zip(simulation.runs, outcomes, strict=True):
         run.commit(outcome)
-    return ready - begin, time.perf_counter() - ready - (simulation.network.seconds - network)
+    moments.append(time.perf_counter() - simulation.network.seconds)
+    begin, ready, end = moments
+    return ready - begin, end - ready
 
 
 def buckets(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -228,14 +229,25 @@ def predict(step: Step, machine: Machine) -> Prediction:
     )
 
 
+def taken_in_pass(step: Step, machine: Machine) -> list[tuple[float, float]]:
+    """Return when each bucket is ready, and the seconds that its codec and transport then take of a measured pass."""
+    run, found = _Run(machine, step.overhead, 1.0, step.polls), []
+    for place, bucket in enumerate(sorted(step.buckets, key=lambda bucket: bucket.ready)):
+        run.now = bucket.ready
+        run.start(place, bucket, 0)
+        begin, end, share = run.busy[-1]
+        found.append((bucket.ready, bucket.before + share * max(0.0, min(end, step.backward) - begin)))
+    return found
+
+
 class _Run:
     """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
 
     def __init__(self, machine: Machine, overhead: Overhead, slower: float, polls: bool) -> None:
         self._machine, self._overhead, self._slower, self._polls = machine, overhead, slower, polls
         self.now = self._free = self.wire = self.sent = 0.0
-        # Processor time of the transport, which computing has to make room for, and waiting does not.
-        self._owed = 0.0
+        #: Begin and end of each round on the link, and the part of this time that the transport computes.
+        self.busy: deque[tuple[float, float, float]] = deque()
         # When the round under way of each bucket arrives, its number, and the place and the bucket; in the order in
         # which the rank takes them.
         self._under_way: list[tuple[float, int, float, int, Bucket]] = []
@@ -245,18 +257,28 @@ class _Run:
         one, machine, overhead = bucket.rounds[number], self._machine, self._overhead
         size = machine.size(one.scope)
         seconds = machine.seconds(one.kind, one.nbytes, one.scope, one.count)
-        idle = self._free <= self.now
         handling = self._slower * overhead.processor(one, machine)
-        self._free = max(self._free, self.now) + max(seconds, handling) + overhead.meeting * size * idle
-        self._owed += handling
+        idle, begin, taken = self._free <= self.now, max(self._free, self.now), max(seconds, handling)
+        self._free = begin + taken + overhead.meeting * size * idle
+        self.busy.append((begin, begin + taken, handling / taken if taken else 0.0))
         self.wire += seconds
         self.sent += float(copies(one.kind, size)) * one.nbytes
         heapq.heappush(self._under_way, (self._free if self._polls else 0.0, place, self._free, number, bucket))
 
     def compute(self, seconds: float) -> None:
-        """Compute for so many seconds of a core of its own, and let the transport have what it needs of it."""
-        self.now += self._slower * seconds + self._owed
-        self._owed = 0.0
+        """Compute for so many seconds of a core of its own, beside what the transport takes of it meanwhile."""
+        left = self._slower * seconds
+        while left and self.busy:
+            begin, end, share = self.busy[0]
+            before = min(left, max(0.0, begin - self.now))
+            self.now, left = self.now + before, left - before
+            room = max(0.0, end - self.now) * (1 - share)
+            if not left or left < room:
+                self.now += left / (1 - share) if left else 0.0
+                return
+            self.now, left = max(self.now, end), left - room
+            self.busy.popleft()
+        self.now += left
 
     def look(self) -> None:
         """Go on with the rounds that have arrived by now."""
@@ -266,9 +288,7 @@ class _Run:
     def drain(self) -> None:
         """Wait for all rounds, in the order in which the rank takes them."""
         while self._under_way:
-            waiting = max(0.0, self._under_way[0][2] - self.now)
-            self.now += waiting
-            self._owed = max(0.0, self._owed - waiting)
+            self.now = max(self.now, self._under_way[0][2])
             self._go_on()
 
     def _go_on(self) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from grace.advice.advise import Figures, best_of
 from grace.advice.auto import Auto
 from grace.advice.candidates import Risk, changes, risk_of
 from grace.advice.launched import Launched
-from grace.advice.model import Link, Machine, Round
+from grace.advice.model import Link, Machine, Overhead, Round
 from grace.advice.watch import Watch
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.communicators.reduce_scatter import ReduceScatter
@@ -31,6 +32,13 @@ FAST, SLOW = Link(1.25e9, 2e-5), Link(12.5e6, 2e-5)
 TENSORS = {"a": (256, 256), "b": (600, 200), "c": (40,)}
 CODEC = {"fixed": 1e-5, "element": 1e-9, "error": 0.001}
 ADAM, SGD = Optimizer("AdamW", 0.9, True), Optimizer("SGD", 0.9, False)
+
+
+@pytest.fixture(autouse=True)
+def no_overhead(monkeypatch):
+    """Give simulations a transport, as other exchanges have one, which takes no time of the processor."""
+    monkeypatch.setattr(grace.Simulation, "transport", types.SimpleNamespace(ordered=False), raising=False)
+    monkeypatch.setattr(advise, "OVERHEAD", Overhead())
 
 
 class Job:
@@ -252,6 +260,20 @@ def test_the_buckets_of_a_plan_are_ready_with_their_tensors_and_carry_what_is_an
     plan = dataclasses.replace(plan, buckets=buckets, delegated=dense, exchanged=rest)
     *_, last = forecast.buckets_of(plan, {"w": 1.0, "b": 2.0, "c": 3.0}, codec, Ranks(4))
     assert last.rounds == (Round("allreduce", 4 * (64 + 32), count=2),)
+
+
+def test_what_the_transport_takes_during_the_pass_is_no_part_of_compute(monkeypatch):
+    monkeypatch.setattr(advise, "OVERHEAD", Overhead(handling=1e-9, meeting=1.0))
+    specs = {"a": (1024, 1024), "b": (1024, 1024)}
+    seen = {"period": 0.1, "band": [0.1, 0.1], "exposed": 0.02, "waits": False, "ready": {"b": 0.03, "a": 0.07}}
+    simulation = grace.Simulation(2, specs, {"compressor": "none"})
+    figures = Figures(simulation, [{**seen, "codecs": {}, "optimizers": []}], FAST)
+    # The first bucket, of 4 MiB, is handled before the second one is ready.
+    taken = 4 * 1024 * 1024 * 1e-9
+    assert figures.compute == pytest.approx(0.08 - taken)
+    assert figures.ready == pytest.approx({"b": 0.03, "a": 0.07 - taken})
+    # The measured link has the rest.
+    assert figures.seconds("none", FAST) < 0.2
 
 
 def test_a_hierarchical_exchange_counts_within_and_between_nodes(monkeypatch):

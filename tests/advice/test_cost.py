@@ -102,7 +102,7 @@ def test_a_codec_does_not_count_what_the_simulated_network_sums(monkeypatch):
     codecs = cost.Codecs(set_up("numpy", "cpu", 1, True), (1 << 10, 1 << 12))
     found = codecs.of(make_config({"compressor": "none", "default_rules": False}), Ranks(2))
     assert slept
-    assert found.after.seconds(1, 1 << 12) < 0.05
+    assert found.whole.seconds(1, 1 << 12) < 0.05
 
 
 def test_buckets_become_ready_in_reverse_order_of_the_tensors():

@@ -4,7 +4,18 @@ import dataclasses
 
 import pytest
 
-from grace.advice.model import Bucket, Link, Machine, Overhead, Round, Step, bandwidth_for, break_even, predict
+from grace.advice.model import (
+    Bucket,
+    Link,
+    Machine,
+    Overhead,
+    Round,
+    Step,
+    bandwidth_for,
+    break_even,
+    predict,
+    taken_in_pass,
+)
 from grace.core.errors import ConfigError
 
 MB = 1e6
@@ -124,6 +135,17 @@ def test_the_transport_takes_processor_time_only_where_the_rank_computes():
     # The first of two buckets is handled while the second is computed.
     pair = Step(0.0, 2.0, 0.0, dense(2, 50 * MB, backward=2.0).buckets, overhead)
     assert predict(pair, machine).seconds == pytest.approx(2.05 + predict(dense(), machine).wire)
+
+
+def test_the_transport_takes_of_a_pass_what_it_handles_meanwhile():
+    (bucket,) = dense(backward=0.5).buckets
+    step = Step(0.0, 1.0, 0.0, (dataclasses.replace(bucket, before=0.1),), Overhead(handling=4e-9))
+    # 0.2 s of processor time, while the round is on the link for 0.4 s, or for 4 s.
+    for bandwidth, handled in ((125 * MB, 0.2), (12.5 * MB, 0.5 * 0.05)):
+        ((ready, taken),) = taken_in_pass(step, Machine(2, Link(bandwidth)))
+        assert (ready, taken) == pytest.approx((0.5, 0.1 + handled))
+    # Where the round ends before the pass, all of it is there.
+    assert predict(step, Machine(2, Link(1250 * MB))).seconds == pytest.approx(1.0 + 0.1 + 0.2)
 
 
 def test_collectives_that_start_together_take_messages_and_processor_time_each():
