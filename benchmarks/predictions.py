@@ -6,7 +6,7 @@
 The first command measures every model, link and method on 2 ranks, with a core each and over one link also with both on
 one core, and fits `Constants` to the models that are not in `HELD_OUT`. Then it predicts and measures the steps on more
 ranks. Of a held-out model, only its passes are known, and the time of a step without exchange on 2 ranks. Every step is
-measured in two rounds, whose difference is the noise. It takes 25 minutes of two idle cores, as root, and needs SciPy.
+measured in two rounds, whose difference is the noise. It takes 25 to 30 minutes of two idle cores, as root, and SciPy.
 
 The file keeps all that was measured, from which `--fit` makes everything else again. While steps are measured, it is in
 FILE.part, which `--fit` takes if it is there. A whole run also writes what `grace what-if` and `grace advise` know of
@@ -56,7 +56,7 @@ METHODS = [Method("ddp"), *map(Method, ("fp16", "qsgd", "blockwise", "eden", "po
 # Two ranks take one round for what more of them take two for.
 TWO_ROUNDS = [Method(name, {"communicator": "two_shot"}) for name in ("qsgd", "blockwise")]
 CALIBRATED, PREDICTED = 2, (4, 8)
-ROUNDS, WARM_UP, STEPS = 2, 2, 3
+ROUNDS, WARM_UP = 2, 2
 CORES = len(os.sched_getaffinity(0))
 COLUMNS = {
     "model": {"title": "model"},
@@ -139,12 +139,14 @@ class Measurements:
 
     def take_steps(self, model, link, ranks, methods, cores=CORES):
         """Measure steps without exchange and with the methods: the median seconds of each round."""
-        setting = Setting("torch", model, ranks, link, None, ROUNDS, STEPS, warm_up=WARM_UP)
+        # Steps of many ranks are long, and vary less.
+        steps = 3 if ranks < 8 else 2
+        setting = Setting("torch", model, ranks, link, None, ROUNDS, steps, warm_up=WARM_UP)
         methods = [Method(COMPUTE), *methods]
         with running_on(cores):
             results = measure(setting, methods, lambda text: None)
         for method, result in zip(methods, results, strict=True):
-            halves = [round(statistics.median(result.times[i * STEPS : (i + 1) * STEPS]), 5) for i in range(ROUNDS)]
+            halves = [round(statistics.median(result.times[i * steps : (i + 1) * steps]), 5) for i in range(ROUNDS)]
             cell = Cell(model, link, ranks, method.label, cores)
             self.steps.append({**cell._asdict(), "seconds": halves})
             print(*cell, halves, file=sys.stderr, flush=True)
