@@ -161,11 +161,10 @@ def test_the_top_says_what_to_take_and_changes_with_the_results(text):
 
 
 def test_the_same_results_give_the_same_page(text):
-    assert page(results()) == text
     # The order of runs is that in which workers end. The tables sort, and equal methods keep their order.
-    one = [found for found in results() if "error" not in found and found["cell"]["ranks"] == 4]
-    shuffled = sorted(one, key=lambda found: random.Random(found["cell"]["seed"]).random())
-    assert page(shuffled) == page(one)
+    shuffled = sorted(results(), key=lambda found: random.Random(found["cell"]["seed"]).random())
+    assert shuffled != results()
+    assert page(shuffled) == text
 
 
 def test_without_measurements_of_codecs_the_page_says_how_to_get_them(text):
