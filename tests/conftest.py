@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -200,6 +201,10 @@ def one_thread():
         return
     import torch
 
+    # pytest adds its handlers to every logger that passes nothing on, six times per test, and PyTorch has forty.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if "tensorflow" in sys.modules:
         import tensorflow as tf
 
