@@ -21,7 +21,7 @@ from grace.core.session.simulation import Simulation
 from grace.core.spec import HALF_DTYPES, Ranks, TensorSpec
 from grace.core.state.carry import iterate_chain
 from grace.core.state.stored import widen
-from grace.testing.harness import EPS, host, same
+from grace.testing.harness import EPS, host, registered, same
 
 Gradients = list[dict[str, "np.ndarray[Any, Any]"]]
 
@@ -66,8 +66,7 @@ class CommunicatorContract:
     def served(self, communicator: Communicator, size: int) -> Iterator[Method]:
         """Yield every registered compressor that works with the communicator, with its default memory."""
         found = False
-        for name in compressors:
-            compressor = compressors.example(name)
+        for compressor in registered():
             try:
                 compressor.check_ranks(size)
                 yield Method(compressor, memories.make(compressor.default_memory), communicator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grace.core.config.config import Method
-from grace.core.config.registry import communicators, memories
+from grace.core.config.registry import communicators, compressors, memories
 from grace.core.methods.capabilities import Learning
 from grace.core.methods.compressor import Compressor, usual_communicator
 from grace.core.methods.memory import Memory
@@ -130,9 +130,26 @@ def unfused(compressor: C) -> C:
     return result
 
 
+# Contracts ask for the same parts tens of thousands of times, and a registry checks the options of each one it makes.
+_communicator = cache(communicators.make)
+_memory = cache(memories.make)
+
+
+def registered() -> Iterator[Compressor]:
+    """Yield the example of every registered compressor; that of a class is made once."""
+    for name in compressors:
+        yield _example(name, compressors.get(name))
+
+
+@cache
+def _example(name: str, cls: type[Compressor]) -> Compressor:
+    """Return the example of a name, as long as it is that of this class."""
+    return compressors.example(name)
+
+
 def unit_of(compressor: Compressor, memory: Memory, spec: TensorSpec) -> Unit:
     """Return a tensor as a unit of a compressor with this memory and the compressor's own communicator."""
-    communicator = communicators.make(usual_communicator(compressor))
+    communicator = _communicator(usual_communicator(compressor))
     return whole(Assignment(spec, Method(compressor, memory, communicator)))
 
 
@@ -146,7 +163,7 @@ def exchange(
     state: State | None = None,
 ) -> Exchange:
     """Compress one gradient per rank as a step does, including the negotiation, but without memory."""
-    unit = unit_of(compressor, memories.make("none"), spec)
+    unit = unit_of(compressor, _memory("none"), spec)
     steps = []
     for rank, x in enumerate(xs):
         states = initial(unit, ops, SEED, rank)

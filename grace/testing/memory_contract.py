@@ -21,7 +21,7 @@ from grace.core.session.simulation import deliver, negotiate
 from grace.core.spec import Array, State, TensorSpec
 from grace.core.state.states import first_memory, initial
 from grace.core.step.unit_step import UnitStep
-from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, same, unfused, unit_of
+from grace.testing.harness import FRAMEWORKS, SEED, array, draw, exchange, host, registered, same, unfused, unit_of
 from grace.testing.poison import PoisonOps
 
 Snapshot = dict[str, "np.ndarray[Any, Any]"]
@@ -49,8 +49,7 @@ class MemoryContract:
     def served(self, memory: Memory) -> Iterator[Compressor]:
         """Yield every registered compressor that works with the memory."""
         found = False
-        for name in compressors:
-            compressor = compressors.example(name)
+        for compressor in registered():
             try:
                 memory.check(compressor)
             except IncompatibleError:
