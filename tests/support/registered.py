@@ -5,6 +5,7 @@ The lists come from the registry, so a new method is tested as soon as it is reg
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -75,22 +76,23 @@ def default_method(compressor: Compressor) -> Method:
     )
 
 
-def valid_methods() -> list[Method]:
+@cache
+def valid_methods() -> tuple[Method, ...]:
     """Return every valid combination of compressor, memory and communicator, all with their defaults.
 
     Without the communicators of `OF_SHARDS` and `MEMORIES_OF_PAPERS`.
     """
+    kept = [memories.make(name) for name in memories if name not in MEMORIES_OF_PAPERS]
+    travels = [communicators.make(name) for name in sorted(set(communicators) - OF_SHARDS - {"auto"})]
     parts = []
-    for compressor in default_compressors():
-        for memory in (m for m in memories if m not in MEMORIES_OF_PAPERS):
-            for communicator in sorted(set(communicators) - OF_SHARDS - {"auto"}):
-                try:
-                    method = Method(compressor, memories.make(memory), communicators.make(communicator))
-                    method.check_memory()
-                except IncompatibleError:
-                    continue
-                parts.append(method)
-    return parts
+    for chosen in itertools.product(default_compressors(), kept, travels):
+        try:
+            method = Method(*chosen)
+            method.check_memory()
+        except IncompatibleError:
+            continue
+        parts.append(method)
+    return tuple(parts)
 
 
 def name(one: Compressor | Memory | Method) -> str:
