@@ -199,8 +199,8 @@ def _with_owners_that_hold(communicator: Communicator) -> Communicator:
     """Return the communicator with error feedback for every mean that an owner sends on."""
     kind = type(communicator)
 
-    def divide(self: Any, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
-        return [_holding(unit) for unit in kind.divide(self, units, ranks)]
+    def divide(self: Any, units: Sequence[Unit], ranks: Ranks, earlier: Sequence[Unit] = ()) -> list[Unit]:
+        return [_holding(unit) for unit in kind.divide(self, units, ranks, earlier)]
 
     options = {f.name: getattr(communicator, f.name) for f in dataclasses.fields(communicator)}
     held: Communicator = type(kind.__name__, (kind,), {"divide": divide})(**options)

@@ -410,6 +410,23 @@ def test_a_checksum_covers_both_shots():
             poll_all(sim.runs)
 
 
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_the_owners_of_whole_tensors_have_about_equal_shares(ranks):
+    widths = np.random.default_rng(0).integers(30, 200, 24)
+    shapes = {f"layer.{i}": (16, int(width)) for i, width in enumerate(widths)}
+    for bucket_bytes, buckets in ((1 << 30, 1), (1, 24)):
+        options = {"bucket_bytes": bucket_bytes, "communicator": "two_shot", "default_rules": False}
+        sim = grace.Simulation(ranks, shapes, {"compressor": "truncatedsvd", "memory": "none", **options})
+        assert len(sim.plan.buckets) == buckets
+        owned = np.zeros(ranks)
+        for unit in sim.plan.units:
+            (owner,) = unit.onward.owners
+            owned[owner] += unit.spec.numel
+        # The rank with the largest share had the smallest one before it got its last tensor.
+        assert owned.max() - owned.min() <= 16 * widths.max()
+        assert owned.sum() == 16 * widths.sum()
+
+
 @pytest.mark.parametrize("average", [True, False])
 def test_sums_are_the_size_times_the_average(average):
     chosen = Method(compressors.make("qsgd"), memories.make("none"), TwoShot(compressors.make("none")))

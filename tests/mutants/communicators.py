@@ -68,8 +68,8 @@ class ForgetsTheLastRank(Allgather):
 class OwnersForget(TwoShot):
     """Drops what the second compression leaves out."""
 
-    def divide(self, units, ranks):
-        divided = super().divide(units, ranks)
+    def divide(self, units, ranks, earlier=()):
+        divided = super().divide(units, ranks, earlier)
         return [
             dataclasses.replace(
                 unit,

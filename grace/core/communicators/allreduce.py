@@ -32,7 +32,7 @@ class Allreduce(Communicator):
     def obstacle(self, compressor: Compressor) -> str | None:
         return None if compressor.summable else "its payloads cannot be added"
 
-    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+    def divide(self, units: Sequence[Unit], ranks: Ranks, earlier: Sequence[Unit] = ()) -> list[Unit]:
         return [dataclasses.replace(unit, addends=ranks.size) for unit in units]
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:

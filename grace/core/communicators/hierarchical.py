@@ -112,7 +112,7 @@ class Hierarchical(Communicator):
             )
         return local_size
 
-    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+    def divide(self, units: Sequence[Unit], ranks: Ranks, earlier: Sequence[Unit] = ()) -> list[Unit]:
         local_size = self.ranks_per_node(ranks)
         nodes = ranks.size // local_size
         if nodes == 1:

@@ -55,7 +55,7 @@ class ReduceScatter(Communicator):
             return "corrects for the learning rate, which a model does not know"
         return None
 
-    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
+    def divide(self, units: Sequence[Unit], ranks: Ranks, earlier: Sequence[Unit] = ()) -> list[Unit]:
         chunks = dict(self.chunks)
         return [part for unit in units for part in scatter(unit, chunks, ranks.size)]
 

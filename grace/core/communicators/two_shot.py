@@ -35,10 +35,10 @@ class TwoShot(Communicator):
     Formula: m_j = \mathrm{mean}_i\, C(x_{ij}), \quad g_j = C'(m_j)
 
     Every unit is cut into one shard per rank; if its compressor or memory needs whole tensors, one rank owns all of it.
-    The ranks trade their compressed shards; the owner of shard j averages what it gets, compresses the mean m_j again
-    by C' and sends it to all ranks. A rank sends 2 (N - 1) / N payloads. With gathering, every rank receives N - 1
-    payloads. What C' drops stays with the owner, in `shard_memory`, and is
-    added to the mean of the next step.
+    The largest of a bucket go first, each to the rank that owns the least so far. The ranks trade their compressed
+    shards; the owner of shard j averages what it gets, compresses the mean m_j again by C' and sends it to all ranks. A
+    rank sends 2 (N - 1) / N payloads. With gathering, every rank receives N - 1 payloads. What C' drops stays with the
+    owner, in `shard_memory`, and is added to the mean of the next step.
 
     `second` is C': by default the compressor itself; "none" sends the mean as it is. `shard_memory` is by default
     error feedback if C' has it by default, else none. The memory `dore` has its own. With the memory `powersgd` it is
@@ -106,13 +106,12 @@ class TwoShot(Communicator):
             )
         return None
 
-    def divide(self, units: Sequence[Unit], ranks: Ranks) -> list[Unit]:
-        divided = []
+    def divide(self, units: Sequence[Unit], ranks: Ranks, earlier: Sequence[Unit] = ()) -> list[Unit]:
+        divided, owners = [], _owners_of_whole(units, ranks.size, earlier)
         for unit in units:
-            # Units with fewer shards than there are ranks do not all begin with rank 0.
-            first = zlib.crc32(unit.spec.name.encode())
             # A compressor or memory that needs the whole tensor keeps it: one rank owns all of it.
-            for number, shard in enumerate(shards(unit, ranks.size) if unit.flat else [unit], first):
+            parts = shards(unit, ranks.size) if unit.flat else [unit]
+            for number, shard in enumerate(parts, owners.get(unit.spec.name, _first_owner(unit))):
                 divided.append(dataclasses.replace(shard, onward=self._onward(shard, (number % ranks.size,))))
         return divided
 
@@ -148,6 +147,25 @@ class TwoShot(Communicator):
             all(layout.fixed for layout in (*first, *second)),
             functools.partial(_two_shots, owned, first, second),
         )
+
+
+def _first_owner(unit: Unit) -> int:
+    """Return a number to count owners from: units with fewer parts than there are ranks do not all begin with 0."""
+    return zlib.crc32(unit.spec.name.encode())
+
+
+def _owners_of_whole(units: Sequence[Unit], size: int, earlier: Sequence[Unit]) -> dict[str, int]:
+    """Return the owners of the units that stay whole: the largest goes first, to the rank that owns the least."""
+    owned, owners = [0] * size, dict[str, int]()
+    for unit in earlier:
+        for rank in (unit.onward and unit.onward.owners) or ():
+            owned[rank] += unit.spec.numel
+    for unit in sorted((unit for unit in units if not unit.flat), key=lambda unit: -unit.spec.numel):
+        first = _first_owner(unit)
+        rank = min((number % size for number in range(first, first + size)), key=owned.__getitem__)
+        owned[rank] += unit.spec.numel
+        owners[unit.spec.name] = rank
+    return owners
 
 
 def _two_shots(

@@ -91,8 +91,11 @@ class Communicator:
         """
         return self, ""
 
-    def divide(self, units: Sequence[Unit], ranks: Ranks) -> Sequence[Unit]:
-        """Return the units as which the ranks exchange these units of a bucket (default: as they are)."""
+    def divide(self, units: Sequence[Unit], ranks: Ranks, earlier: Sequence[Unit] = ()) -> Sequence[Unit]:
+        """Return the units as which the ranks exchange these units of a bucket (default: as they are).
+
+        `earlier` has those of the buckets before it, as they are exchanged.
+        """
         return units
 
     def route(self, units: Sequence[Unit], ranks: Ranks, checksum: bool = False) -> Route:

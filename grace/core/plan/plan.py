@@ -320,16 +320,17 @@ def make_plan(
         (m for group in groups.values() for m in group),
         key=lambda m: (position[m[-1].pieces[0].tensor], m[-1].pieces[0].start),
     )
-    buckets = []
+    buckets: list[Bucket] = []
+    made: list[Unit] = []
     for index, bucket in enumerate(members):
         communicator = bucket[0].communicator
         alike = bucket[0].dense and not communicator.external_name
         units = fuse(bucket) if config.granularity != "layer" or alike else bucket
-        units = list(communicator.divide(units, ranks))
+        units = list(communicator.divide(units, ranks, made))
+        made += units
         route = communicator.route(units, ranks, config.checksum)
         buckets.append(Bucket(f"{prefix}/{index}", tuple(units), route))
-    _check_units(unit.spec.name for bucket in buckets for unit in bucket.units)
-    made = [unit for bucket in buckets for unit in bucket.units]
+    _check_units(unit.spec.name for unit in made)
     warnings = (*_warnings(items, config), *_lost_means(made), *_swollen(made))
     plan = Plan(tuple(buckets), tuple(exchanged), tuple(delegated), warnings)
     if not any("full" in unit.memory.needs for unit in made):
