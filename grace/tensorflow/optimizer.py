@@ -26,12 +26,13 @@ from grace.core.guards.agreement import Handshake
 from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan, early_warnings
+from grace.core.session.outer_graph import GraphOuter
 from grace.core.session.outer_setup import check_inner, check_outer, refuse_arguments_of_gradients, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, before_graphs, inside
-from grace.tensorflow.outer import OuterVariables, check_states
+from grace.tensorflow.outer import check_states, outer_variables
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport, check_process
 from grace.tensorflow.waiting import gather, is_elastic
@@ -231,6 +232,7 @@ class OptimizerExchange(Exchange):
     """The exchange of an optimizer, which has its learning rate and saves its variables."""
 
     takes_outer = True
+    takes_references = False
     _optimizer: Any
     # The ranks of the process set of a saved optimizer, after loading.
     _saved_ranks: tuple[int, ...] | None = None
@@ -269,7 +271,7 @@ class OptimizerExchange(Exchange):
 
     def _make_others(self) -> None:
         if self.config.outer is not None:
-            made = OuterVariables(self.config.outer, self._specs, self._optimizer, self._make_variable, _WHERE)
+            made = outer_variables(self.config.outer, self._specs, self._optimizer, self._make_variable, _WHERE)
             self._optimizer._outer = made
 
     def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
@@ -379,7 +381,7 @@ class Distributed(Exchanges):
     # The number of steps that an update takes for that of all.
     _steps: tf.Tensor | None = None
     # What outer steps keep, if there are any and the variables are known.
-    _outer: OuterVariables
+    _outer: GraphOuter
 
     def build(self, variables: Sequence[Any]) -> None:
         """Build the Keras optimizer and the exchange for these variables."""
@@ -500,7 +502,7 @@ class Distributed(Exchanges):
         """
         outer = self.grace.config.outer
         if outer is not None and self.built:
-            self._outer.note_loss(tf.convert_to_tensor(loss))
+            self._outer.note_loss(tf.cast(tf.reduce_mean(loss), tf.float64))
         elif outer is not None and outer.adapt == "loss":
             raise StepError(
                 "scale_loss() was called before the optimizer had variables; call "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -62,51 +63,26 @@ def buffers_of(model: Any) -> list[Any]:
     return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
 
 
-class OuterVariables(GraphOuter):
-    """The outer steps of a Keras optimizer, and the states with which it starts again.
+def outer_variables(
+    outer: OuterSteps, specs: Sequence[TensorSpec], optimizer: Any, make_variable: MakeVariable, where: str
+) -> GraphOuter:
+    """Return the outer steps of a Keras optimizer.
 
     `make_variable(name, value)` makes a variable that is saved with the optimizer. Raises ConfigError for states that
     the optimizer does not have.
     """
+    states = states_of(optimizer)
+    rounds = rounds_of_states(outer, [key for key, _, _ in states], optimizer._plain.__name__, where)
+    weights = [inside(v) for v in optimizer._trainable_variables]
+    meeting = [(v, rounds[key]) for key, _, v in states if key in rounds]
+    # The average of weights is none of an optimizer's states.
+    again = [(key, i, v) for key, i, v in states if outer.state == "reset" and key != "average"]
+    resets = [(i, partial(_fill, v, _first_value(key, v, where))) for key, i, v in again]
+    # What all ranks know could be subtracted again.
+    random = tf.random.Generator.from_non_deterministic_state() if outer.noise else None
+    noise = None if random is None else lambda n, dtype: random.normal([n], dtype=dtype)
+    return GraphOuter(outer, specs, weights, meeting, tensorflow_ops, make_variable, resets=resets, noise=noise)
 
-    def __init__(
-        self, outer: OuterSteps, specs: Sequence[TensorSpec], optimizer: Any, make_variable: MakeVariable, where: str
-    ) -> None:
-        states = states_of(optimizer)
-        rounds = rounds_of_states(outer, [key for key, _, _ in states], optimizer._plain.__name__, where)
-        weights = [inside(v) for v in optimizer._trainable_variables]
-        meeting = [(v, rounds[key]) for key, _, v in states if key in rounds]
-        # What all ranks know could be subtracted again.
-        random = tf.random.Generator.from_non_deterministic_state() if outer.noise else None
-        noise = None if random is None else lambda n, dtype: random.normal([n], dtype=dtype)
-        super().__init__(outer, specs, weights, meeting, tensorflow_ops, make_variable, noise=noise)
-        # The states that begin again, with their first values, and by fragment the inner steps until they do. The
-        # average of weights is none of an optimizer's states.
-        resets = states if outer.state == "reset" else []
-        self._first = [(i, v, _first_value(key, v, where)) for key, i, v in resets if key != "average"]
-        fragments = range(outer.count if outer.state == "reset" else 0)
-        self._begun = [make_variable(f"outer_begun_{i}", tf.zeros([], tf.int64)) for i in fragments]
 
-    def note_loss(self, loss: tf.Tensor) -> None:
-        """Note the loss of an inner step."""
-        loss = tf.cast(tf.reduce_mean(loss), tf.float64)
-        super().note_loss(loss)
-        if self.losses:
-            told = "StepError: the periods of outer steps follow the square root of the loss, which is"
-            tf.debugging.Assert((loss > 0) & tf.math.is_finite(loss), [told, loss])
-            self.losses["total"].assign_add(loss)
-            self.losses["number"].assign_add(1)
-
-    def begun(self, i: int) -> tf.Tensor | None:
-        """Return the number of inner steps before the states of a variable began, None if they never begin again."""
-        if not self._begun:
-            return None
-        return self._begun[next(k for k, members in enumerate(self.fragments) if i in members)].read_value()
-
-    def restart(self, members: Sequence[int], fragment: int, taken: tf.Tensor) -> None:
-        """Let the inner optimizer keep of some variables what it kept at the start, if the option says so."""
-        for i, v, first in self._first:
-            if i in members:
-                v.assign(tf.fill(v.shape, tf.cast(first, v.dtype)))
-        if self._begun:
-            self._begun[fragment].assign(taken)
+def _fill(v: tf.Variable, value: float) -> None:
+    v.assign(tf.fill(v.shape, tf.cast(value, v.dtype)))

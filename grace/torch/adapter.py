@@ -90,9 +90,22 @@ class OptimizerAdapter(ABC):
     def forget(self) -> None:
         """Forget the step under way, which was dropped."""
 
-    @abstractmethod
+    def refuse_while_under_way(self, call: str) -> None:
+        """Raise StepError if a step has failed, or if the call would come in the middle of one."""
+        self.rollback.check()
+
     def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
-        """Load a state of this optimizer, or a list with those of all ranks."""
+        """Load a state of this optimizer, or a list with those of all ranks. Warn if it has none of grace."""
+        self.refuse_while_under_way("load_state_dict()")
+        given = optimizer_state(state_dict, self.exchange.rank)
+        saved = given.pop("grace", None)
+        self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
+        if saved is None:
+            warnings.warn(
+                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
+                GraceWarning,
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, with that of grace."""
@@ -299,7 +312,7 @@ class GradientAdapter(OptimizerAdapter):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Raises StepError while they are being exchanged."""
-        self._refuse_while_under_way("zero_grad()")
+        self.refuse_while_under_way("zero_grad()")
         if self.rollback.before is not None and self.exchange.config.rollback:
             # The gradients were exchanged by synchronize(), and no step() has applied them.
             self.run.put_back(self.rollback.before)
@@ -307,19 +320,6 @@ class GradientAdapter(OptimizerAdapter):
         self.plain.zero_grad(set_to_none=set_to_none)
         if self.views is not None:
             self.views.clear()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
-        """Load a state of this optimizer, or a list with those of all ranks. Warn if it has none of grace."""
-        self._refuse_while_under_way("load_state_dict()")
-        given = optimizer_state(state_dict, self.exchange.rank)
-        saved = given.pop("grace", None)
-        self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
-        if saved is None:
-            warnings.warn(
-                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
-                GraceWarning,
-                stacklevel=2,
-            )
 
     # --- refusals, and the end of a step ----------------------------------------------------------------------------
 
@@ -331,8 +331,9 @@ class GradientAdapter(OptimizerAdapter):
         if not all(torch.equal(now.clone().view(torch.uint8), then.view(torch.uint8)) for now, then in self.samples):
             raise _changed("gradients were")
 
-    def _refuse_while_under_way(self, call: str) -> None:
-        self.rollback.check()
+    def refuse_while_under_way(self, call: str) -> None:
+        """Raise StepError if a step has failed, or if gradients are being exchanged."""
+        super().refuse_while_under_way(call)
         if self.optimizer._handles:
             raise StepError(
                 f"{call} was called after backward() but before step() or synchronize(), while gradients are being "

@@ -129,6 +129,9 @@ class Exchange(core.Exchange):
         """
         before, plain = self.run.states, (optimizer.state, optimizer.param_groups)
         outer_states = [outer.now for outer in self.outers]
+        if saved is None and self.outers:
+            # Refused: the weights after the last meeting would be missing.
+            saved = {}
         told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
         try:
             load_plain()

@@ -18,10 +18,13 @@ from grace.core.transport.transport import HandshakeTransport
 class Settings(NamedTuple):
     """The arguments of a wrapped optimizer that its library honours; see `grace.torch.DistributedOptimizer`."""
 
-    op: Any
-    backward_passes_per_step: int
-    gradient_predivide_factor: float
-    sparse_as_dense: bool
+    op: Any = None
+    backward_passes_per_step: int = 1
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+
+
+PLAIN = Settings()
 
 
 class Delegated(Protocol):

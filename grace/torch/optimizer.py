@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,18 +16,18 @@ import torch
 from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError
-from grace.core.session.outer_setup import refuse_arguments_of_gradients
+from grace.core.session.inner import InnerSteps
+from grace.core.session.outer_setup import refuse_arguments_of_gradients, refuse_parts
 from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
-from grace.torch.beside import Beside
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.library import Settings, connect
+from grace.torch.library import PLAIN, Library, Settings, connect
 from grace.torch.loss_scale import enabled
 from grace.torch.model import is_registered
-from grace.torch.outer import OuterAdapter
+from grace.torch.outer import OuterAdapter, PlainOptimizer, shared_by
 from grace.torch.references import follows
 from grace.torch.steps import check_optimizer, describe
-from grace.torch.tensors import is_sharded, names_of, refuse_unfrozen, spec_of
+from grace.torch.tensors import is_sharded, names_of, own_part, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
 _WHERE = "grace.torch.DistributedOptimizer"
@@ -85,6 +86,29 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     refused = {name: value for name in REFUSED if (value := options.pop(name, None)) not in (None, 0)}
     request = Request(config, options, DistributedOptimizer, _WHERE, local_steps)
     library = connect(backend, process_set, process_group, request.timeout, _WHERE)
+    settings = Settings(op, backward_passes_per_step, gradient_predivide_factor, sparse_as_dense)
+    views = gradient_as_bucket_view
+    return wrap(request, library, optimizer, named_parameters, grad_scaler, settings, views=views, refused=refused)
+
+
+def wrap(
+    request: Request,
+    library: Library,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    settings: Settings = PLAIN,
+    *,
+    views: bool = False,
+    refused: Mapping[str, Any] = MappingProxyType({}),
+    sites: Sequence[int] | None = None,
+) -> Any:
+    """Wrap an optimizer over a library, as `DistributedOptimizer` says, and return it.
+
+    `views` is `gradient_as_bucket_view`, and `refused` has arguments that are not supported. `sites` has the numbers of
+    the ranks if they are sites of a model: it may be sharded within each of them, and they must take outer steps.
+    """
+    where = request.where
     with open_session(
         request,
         library.transport,
@@ -95,47 +119,54 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
         # others go on.
         gather=(lambda mine: [mine]) if library.elastic else None,
     ) as session:
-        refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, _WHERE)
-        _refuse(optimizer)
-        average = library.averages(op)
-        scaler = enabled(grad_scaler, (p for group in optimizer.param_groups for p in group["params"]), _WHERE)
+        refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, where)
+        check_optimizer(optimizer, where)
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if sites is None:
+            refuse_parameters(given, where)
+        average = library.averages(settings.op)
+        scaler = enabled(grad_scaler, given, where)
         made = session.config
         outer = made.outer is not None
+        if sites is not None and not outer:
+            raise ConfigError(
+                f"{where}: with an optimizer, the ranks step on their own and need outer, for example outer='diloco'; "
+                "leave optimizer out to exchange gradients."
+            )
         # What outer steps exchange is no gradient.
         used = describe(optimizer)._replace(adaptive=False) if outer else describe(optimizer)
         if library.transport.rank == 0:
             warn_of_pairs(made, used)
-        settings = Settings(op, backward_passes_per_step, gradient_predivide_factor, sparse_as_dense)
         if outer:
             refuse_arguments_of_gradients(
-                _WHERE,
-                backward_passes_per_step=backward_passes_per_step != 1,
-                gradient_predivide_factor=gradient_predivide_factor != 1.0,
-                gradient_as_bucket_view=gradient_as_bucket_view,
+                where,
+                backward_passes_per_step=settings.backward_passes_per_step != 1,
+                gradient_predivide_factor=settings.gradient_predivide_factor != 1.0,
+                gradient_as_bucket_view=views,
             )
             named = None if named_parameters is None else list(named_parameters)
             wrapped, names = optimizer, names_of(optimizer, named)
+            refuse_parts(shared_by(optimizer, names), sites, where)
         else:
             wrapped, names = library.wrap(optimizer, named_parameters, settings)
-        trained = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
+        trained = {p: names[p] for group in wrapped.param_groups for p in group["params"] if p.requires_grad}
         session.local = {
             "optimizer number": session.number,
-            "local_steps": local_steps,
+            "local_steps": request.local_steps,
             **settings._asdict(),
             "op": "average" if average else "sum",
-            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "gradient_as_bucket_view": views,
             "grad_scaler": scaler is not None,
         }
         # With outer steps, grace exchanges all tensors.
         delegate = (lambda item: False) if outer else library.reduces
-        specs = [spec_of(names[p], p) for p in trained]
-        beside = None
+        specs = [spec_of(name, own_part(p)) for p, name in trained.items()]
+        steps = None
         if made.outer is not None:
             buffers = {name: x for name, x in named or () if not isinstance(x, torch.nn.Parameter) and x not in names}
-            beside = Beside(
-                made.outer, optimizer, {p: names[p] for p in trained}, lambda: buffers, library.transport, _WHERE
-            )
-            specs += beside.specs
+            inner = PlainOptimizer(optimizer, trained, buffers)
+            steps = InnerSteps(made.outer, inner, library.transport, where)
+            specs += steps.specs
         # A GradScaler passes no closure to step().
         references = not outer and scaler is None
         auto = not library.elastic
@@ -156,9 +187,8 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     follows(exchange)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
-    if beside is not None:
-        trained_names = {p: names[p] for p in trained}
-        adapter = OuterAdapter(wrapped, plain, exchange, trained_names, check_frozen, scaler=scaler, beside=beside)
+    if steps is not None:
+        adapter = OuterAdapter(wrapped, plain, exchange, trained, check_frozen, scaler=scaler, steps=steps)
     else:
         if wrapped is not optimizer:
             # A scheduler or a hook may have the given optimizer, and changes its groups and its state.
@@ -171,19 +201,12 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
             names,
             check_frozen,
             delegated=library.begin(wrapped, names, run, session.prefix),
-            sparse_as_dense=sparse_as_dense,
-            views=GradientViews(run.plan, parameters) if gradient_as_bucket_view else None,
+            sparse_as_dense=settings.sparse_as_dense,
+            views=GradientViews(run.plan, parameters) if views else None,
         )
     adapter.attach()
     exchange.announce(run.stages)
     return wrapped
-
-
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError or TypeError for an optimizer that is not supported."""
-    where = _WHERE
-    check_optimizer(optimizer, where)
-    refuse_parameters([p for group in optimizer.param_groups for p in group["params"]], where)
 
 
 def refuse_parameters(parameters: list[torch.Tensor], where: str) -> None:

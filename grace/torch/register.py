@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.config.config import Config
@@ -16,7 +17,7 @@ from grace.core.session.start import Request, open_session
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.loss_scale import enabled
 from grace.torch.model import WHERE, ModelExchange
-from grace.torch.optimizer import refuse_parameters
+from grace.torch.optimizer import refuse_parameters, wrap
 from grace.torch.references import follows
 from grace.torch.tensors import spec_of
 
@@ -63,10 +64,9 @@ def register(
 
     request = Request(config, options, register, WHERE)
     if optimizer is not None:
-        from grace.torch.outer import register_outer
-
         library = TorchDistributed(process_group, request.timeout, WHERE)
-        return register_outer(model, optimizer, request, library, process_group, grad_scaler)
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        return wrap(request, library, optimizer, _named_in(model), grad_scaler, sites=ranks).grace
     model = _parallel_in(model)
     parallel = isinstance(model, (DistributedDataParallel, _sharded()))
     if parallel and process_group is not None:
@@ -113,6 +113,13 @@ def register(
         exchange.attach(model)
     exchange.announce(run.stages)
     return exchange
+
+
+def _named_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of a model, and the buffers that are saved with it; caches and the like are not."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    saved = module.state_dict()
+    return [*module.named_parameters(), *((name, x) for name, x in module.named_buffers() if name in saved)]
 
 
 def _sharded() -> Any:

@@ -149,6 +149,8 @@ def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(la
         assert "it exchanges gradients and cannot take outer steps" in errors["no optimizer"]
         assert "process_group names the ranks of a plain model or of outer steps" in errors["group"]
         assert "each hold a part of parameter" in errors["parts"]
+        assert "each hold a part of the states of ZeroRedundancyOptimizer" in errors["ZeRO"]
+        assert "each hold a part of the states of ZeroRedundancyOptimizer" in errors["ZeRO, wrapped"]
 
 
 # Those beside a simulation, below, run the same lines.

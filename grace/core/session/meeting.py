@@ -58,6 +58,11 @@ def with_variate(ops: ArrayOps, spec: TensorSpec, change: Array, variate: Array,
     return ops.cast(ops.weighted_sum(ops.cast(change, spec.work_dtype), 1, variate, rate), spec.dtype)
 
 
+def corrected(ops: ArrayOps, spec: TensorSpec, gradient: Array, variate: Array) -> Array:
+    """Return a flat gradient less the control variate, in the dtype of the gradient."""
+    return ops.cast(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype) - variate, ops.dtype(gradient))
+
+
 def varied(
     ops: ArrayOps, spec: TensorSpec, variate: Array, change: Array, mean: Array, *, kept: Any, factor: Any
 ) -> Array:

@@ -17,7 +17,7 @@ from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import agreeing, meet, products, varied, with_variate
+from grace.core.session.meeting import agreeing, corrected, meet, products, varied, with_variate
 from grace.core.session.outer_setup import LOSS, OWN, SENDERS, module_beside, modules_of
 from grace.core.session.record import Record
 from grace.core.spec import NO_STATE, Array, State, TensorSpec
@@ -273,6 +273,11 @@ class OuterRun:
         """Return copies of the control variates in the shapes of the tensors."""
         return self.shaped(self.state.variates)
 
+    def corrected(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """Return flat gradients of an inner step less the control variates."""
+        h = self.state.variates
+        return {n: corrected(self._ops(n), self._specs[n], g, h[n]) for n, g in gradients.items() if n in h}
+
     def _loss(self) -> dict[str, Array]:
         """Return the mean loss of this rank since the last meeting as a tensor, if the periods follow it."""
         if LOSS not in self._specs:
@@ -514,6 +519,10 @@ class OuterRun:
                     f"outer steps: expected weights of {spec.dtype} and shape {spec.shape} for tensor '{name}', "
                     f"received {dtype} {tuple(x.shape)}; pass the weights as they were when the exchange was made."
                 )
+
+    def zeros(self, name: str) -> Array:
+        """Return zeros in the place of a tensor."""
+        return self._shaped(name, self._ops(name).zeros(self._specs[name].numel, self._specs[name].dtype))
 
     def _flat(self, name: str, weights: Mapping[str, Array]) -> Array:
         return self._ops(name).reshape(weights[name], (-1,))

@@ -11,7 +11,7 @@ from grace.core.config.config import Config
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import agreeing, meet, products, varied, weighed, with_variate
+from grace.core.session.meeting import agreeing, corrected, meet, products, varied, weighed, with_variate
 from grace.core.session.record import Record
 from grace.core.spec import Array, TensorSpec
 
@@ -70,9 +70,9 @@ class GraphOuter:
     """The outer steps of one rank, in graphs: the weights after the last meeting, and what is kept between meetings.
 
     `weights` are the variables that train, one per spec, and `states` pairs variables of the inner optimizer with the
-    number of meetings between two means. `noise(n, dtype)` returns normal numbers of this rank, if outer steps add any.
-    An adapter calls `before`, `corrected` and `after` around each inner step; `restart(members, fragment, taken)` is
-    called for the weights that have met after inner step `taken`.
+    number of meetings between two means. `resets` pairs the indices of weights with what lets a state of them begin
+    again once they have met. `noise(n, dtype)` returns normal numbers of this rank, if outer steps add any. An adapter
+    calls `before`, `corrected` and `after` around each inner step.
     """
 
     def __init__(
@@ -84,12 +84,13 @@ class GraphOuter:
         ops: Callable[[str], ArrayOps],
         make_variable: MakeVariable,
         *,
+        resets: Sequence[tuple[int, Callable[[], object]]] = (),
         noise: Callable[[int, str], Array] | None = None,
     ) -> None:
         self.outer, self._specs, self._weights, self._states = outer, specs, weights, states
         #: What `stats` tells.
         self.record = Record(outer)
-        self._of, self._noise, self._ops = ops, noise, ops(specs[0].device)
+        self._resets, self._of, self._noise, self._ops = resets, ops, noise, ops(specs[0].device)
         places = {spec.name: i for i, spec in enumerate(specs)}
         self.fragments = [[places[name] for name in names] for names in outer.divide(specs)]
 
@@ -132,13 +133,35 @@ class GraphOuter:
         # By fragment, the sums of the learning rates since the last meeting.
         rates = numbers([f"rates_{i}" for i in range(outer.count)], "float64", outer.variates)
         self._rates = list(rates.values())
+        # By fragment, the inner steps until the states of the optimizer begin, if they begin again.
+        begun = numbers([f"begun_{i}" for i in range(outer.count)], "int64", outer.state == "reset")
+        self._begun = list(begun.values())
 
-    def restart(self, members: Sequence[int], fragment: int, taken: Array) -> None:
-        """Do what the inner optimizer does once weights have met (default: nothing)."""
+    def begun(self, i: int) -> Array | None:
+        """Return the number of inner steps before the states of a weight began; None if they never begin again."""
+        if not self._begun:
+            return None
+        return self._begun[next(k for k, members in enumerate(self.fragments) if i in members)].read_value()
+
+    def _restart(self, fragment: int, taken: Array) -> None:
+        """Let the states of a fragment that has met begin again after inner step `taken`, if the option says so."""
+        for i, reset in self._resets:
+            if i in self.fragments[fragment]:
+                reset()
+        if self._begun:
+            self._begun[fragment].assign(taken)
 
     def note_loss(self, loss: Array) -> None:
-        """Note the mean loss of an inner step, as a 0-d float64 array."""
+        """Note the mean loss of an inner step, as a 0-d float64 array. Raises StepError if it cannot decide."""
         self._tell(self._noted.append, loss)
+        if self.losses:
+            error = StepError(
+                "the periods of outer steps follow the square root of the loss, received none that is positive and "
+                "finite; pass such a one to optimizer.scale_loss(loss), or leave adapt = 'loss' out."
+            )
+            known = self._ops.require((loss > 0) & (loss < math.inf), error, loss)
+            self.losses["total"].assign_add(known)
+            self.losses["number"].assign_add(self._number(1, "float64"))
 
     def moved(self) -> None:
         """Go on with other ranks, over which control variates do not add up to zero."""
@@ -181,9 +204,8 @@ class GraphOuter:
             rate.assign_add(self._ops.cast(lr, "float64"))
         found = {}
         for i, g in gradients.items():
-            ops, spec = self._of(self._specs[i].device), self._specs[i]
-            corrected = ops.cast(ops.reshape(g, (-1,)), spec.work_dtype) - self.variates[i].read_value()
-            found[i] = self._shaped(i, ops.cast(corrected, ops.dtype(g)))
+            spec = self._specs[i]
+            found[i] = self._shaped(i, corrected(self._of(spec.device), spec, g, self.variates[i].read_value()))
         return found
 
     def after(self, steps: Array, exchange: GraphExchange) -> None:
@@ -255,7 +277,7 @@ class GraphOuter:
                 self._last[i].assign(mean)
         if paces is not None:
             self._vary(fragment, own, merged, paces, warming)
-        self.restart(members, fragment, taken)
+        self._restart(fragment, taken)
         if fragment == outer.count - 1:
             self._beside(taken, part)
 

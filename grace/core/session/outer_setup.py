@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from grace.core.communicators.pairs import Pairs
@@ -148,6 +148,19 @@ def refuse_states(config: Config, where: str) -> None:
             f"{where}: it does not know the states of an inner optimizer, received state = {config.outer.state!r} in "
             "outer; leave it out, and pass states that meet as TensorSpec(name, shape, rounds=1) where specs are taken."
         )
+
+
+def refuse_parts(parts: Mapping[str, Collection[int]], sites: Collection[int] | None, where: str) -> None:
+    """Raise ConfigError if ranks that meet hold parts of one whole. `parts` has those that do, by what it is.
+
+    `sites` are the ranks that meet; None stands for all.
+    """
+    for what, ranks in parts.items():
+        if len(set(ranks).intersection(ranks if sites is None else sites)) > 1:
+            raise ConfigError(
+                f"{where}: the ranks {sorted(ranks)} each hold a part of {what}, and would meet as if each had all of "
+                "it; pass process_group with the ranks that hold the same part, one of each site."
+            )
 
 
 def rounds_of_states(outer: OuterSteps, found: Sequence[str], kind: str, where: str) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Request:
         where: str,
         local_steps: int = 1,
     ) -> None:
-        self.where = where
+        self.where, self.local_steps = where, local_steps
         self._made: Config | Exception
         try:
             refuse_typos(options, function, where)

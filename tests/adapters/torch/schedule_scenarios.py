@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import grace.torch
@@ -516,6 +517,9 @@ def registered_outer_steps() -> dict[str, Any]:
         "group": lambda: grace.torch.register(DistributedDataParallel(wrong), config, process_group=group),
     }
     everywhere = fully_shard(_layers(), mesh=init_device_mesh("cpu", (size,)))
+    shared = ZeroRedundancyOptimizer(wrong.parameters(), torch.optim.SGD, lr=0.1)
+    calls["ZeRO"] = lambda: grace.torch.register(wrong, config, outer=outer, optimizer=shared)
+    calls["ZeRO, wrapped"] = lambda: grace.DistributedOptimizer(shared, wrong.named_parameters(), config, outer=outer)
     calls["parts"] = lambda: grace.torch.register(everywhere, config, outer=outer, optimizer=sgd(everywhere))
     results["errors"] = {name: outcome(call) for name, call in calls.items()}
     return results

@@ -10,14 +10,14 @@ from grace.core.errors import ConfigError
 torch = pytest.importorskip("torch")
 
 from grace.core.session.inner import InnerSteps  # noqa: E402
-from grace.torch.outer import InnerOptimizer  # noqa: E402
+from grace.torch.outer import PlainOptimizer  # noqa: E402
 
 ONE = SimpleNamespace(rank=0, size=1)
 
 
 def found(optimizer, p):
     steps = InnerSteps(
-        make_outer({"every": 2, "state": "average"}), InnerOptimizer(optimizer, {p: "w"}, {}), ONE, "here"
+        make_outer({"every": 2, "state": "average"}), PlainOptimizer(optimizer, {p: "w"}, {}), ONE, "here"
     )
     return {spec.name.removesuffix(" of w"): spec.shape for spec in steps.specs}
 
