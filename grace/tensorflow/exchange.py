@@ -65,6 +65,7 @@ class Exchange(core.Exchange, tf.Module):
 
     called = "optimizer.grace"
     watches = True
+    takes_references = True
     # True if the ranks may step on their own: an optimizer has the weights, and a tape has none.
     takes_outer = False
     # Returns the buffers, as soon as they are known.
@@ -536,19 +537,23 @@ class Exchange(core.Exchange, tf.Module):
         absent: frozenset[int] = frozenset(),
         loss_scale: tf.Tensor | None = None,
         zeros: bool = False,
+        references: Sequence[Gradient | None] | None = None,
     ) -> list[Gradient | None]:
         """Exchange one gradient per variable, in the order of `build`. A gradient that is None on all ranks stays None.
 
         With `zeros` in the first step, None on all ranks means a dense gradient of zeros, in later steps as well.
         `absent` holds the indices of variables that this step does not train; their memories do not change. With
         `loss_scale`, all memories are rolled back if a result times `loss_scale` is not finite, because the caller then
-        skips the step; with `rollback = false` in the configuration, they start from zero. The step is traced once, in
+        skips the step; with `rollback = false` in the configuration, they start from zero. `references` has the
+        gradients of the same batch at other weights, for memories that need them; none if `full_round`. Then a
+        `tf.function` has a graph for each of both kinds of steps. The step is traced once, in
         eager mode and inside a `tf.function`. Inside a `tf.function`, TensorFlow wraps errors of the first step. The
         first call contacts the other ranks. Raises StepError for a wrong number of gradients, or for one that no rank
         had in the first step, ConfigError inside `jit_compile=True`, and MismatchError on every rank if the ranks
         differ.
         """
-        return self._agreed(gradients, zeros)(gradients, absent, loss_scale, None)
+        step = self._agreed(gradients, zeros)
+        return step(gradients, absent, loss_scale, None, references=references)
 
     def meet(
         self, changes: Mapping[int, tf.Tensor], factor: tf.Tensor | None

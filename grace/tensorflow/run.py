@@ -122,6 +122,11 @@ class VariableRun:
         return int(self._counter)
 
     @property
+    def full_round(self) -> bool:
+        """True if the next step is a full round, which takes the gradients of all data."""
+        return self.plan.is_full(self._seed, self.step)
+
+    @property
     def counter(self) -> tf.Tensor:
         """Number of the next step, in a graph."""
         return self._counter.read_value()
@@ -306,6 +311,26 @@ class VariableRun:
         begun = self.in_cycle(self.counter) >= tf.constant([stage.first for stage in self.live[1:]], tf.int64)
         branches = [functools.partial(make, stage) for stage in self.live]
         return tf.switch_case(tf.reduce_sum(tf.cast(begun, tf.int32)), branches)
+
+    def check_full(self, full: bool) -> tf.Tensor:
+        """Return what raises StepError unless the next step is a full round as `full` says, if there are such rounds.
+
+        It is traced into a graph.
+        """
+
+        def differs(stage: Stage) -> tf.Tensor:
+            plan = stage.plan
+            if not plan.period:
+                return tf.constant(0)
+            return tensorflow_ops("cpu").computed(lambda step: plan.is_full(self._seed, step) != full, self.counter)
+
+        given = "none" if full else "some"
+        error = StepError(
+            "a memory takes second gradients in each step that is no full round, and none in a full round, received "
+            f"{given} in the other kind of step; ask full_round of the exchange before each step."
+        )
+        found = self.select(differs)
+        return tensorflow_ops("cpu").require(found == 0, error, found)
 
     def check_current(self) -> tf.Operation:
         """Return the operation that raises an error in a graph that is no longer valid. It is traced into a graph."""

@@ -48,17 +48,28 @@ class GraphStep:
         # The graph of a step that compresses nothing, and the stages that it was traced for.
         self._mean_step: tuple[list[Stage], Any] | None = None
 
-    def _trace(self, absent: frozenset[int], scale: tf.DType | None, only: frozenset[int] | None, resting: bool) -> Any:
+    def _trace(
+        self,
+        absent: frozenset[int],
+        scale: tf.DType | None,
+        only: frozenset[int] | None,
+        resting: bool,
+        second: bool,
+    ) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
 
         With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps. A rank
-        that is `resting` sends zeros.
+        that is `resting` sends zeros. With `second`, there are second gradients as well.
         """
-        signature = [signature_of(spec, kind) for spec, kind in self._kinds]
+        signature, count = [signature_of(spec, kind) for spec, kind in self._kinds], len(self._kinds)
 
         def step(*given: Any) -> list[Gradient]:
-            return self._run(given[: len(signature)], absent, only, resting, *given[len(signature) :])
+            references = given[count : 2 * count] if second else None
+            scale = given[len(signature) :]
+            return self._run(given[:count], references, absent, only, resting, *scale)
 
+        if second:
+            signature *= 2
         scales = [] if scale is None else [tf.TensorSpec([], scale)]
         return tf.function(step, input_signature=[*signature, *scales], autograph=False)
 
@@ -90,6 +101,7 @@ class GraphStep:
         loss_scale: tf.Tensor | None,
         only: frozenset[int] | None,
         resting: bool = False,
+        references: Sequence[Gradient | None] | None = None,
     ) -> list[Gradient | None]:
         """Exchange gradients; see `Exchange.__call__`.
 
@@ -98,14 +110,17 @@ class GraphStep:
         """
         given: list[Any] = [
             as_kind(None, "dense", spec) if gradient is None else gradient
-            for (spec, _), gradient in zip(self._kinds, self.filled(gradients), strict=True)
+            for each in (gradients, references)
+            if each is not None
+            for (spec, _), gradient in zip(self._kinds, self.filled(each), strict=True)
         ]
         if loss_scale is not None:
             given.append(loss_scale)
         if self._traced is not self._states.live:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
-        merged = _call(self._graph(absent, None if loss_scale is None else loss_scale.dtype, only, resting), given)
+        scale = None if loss_scale is None else loss_scale.dtype
+        merged = _call(self._graph(absent, scale, only, resting, references is not None), given)
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
@@ -194,6 +209,7 @@ class GraphStep:
     def _run(
         self,
         gradients: Sequence[Gradient],
+        references: Sequence[Gradient] | None,
         absent: frozenset[int],
         only: frozenset[int] | None,
         resting: bool,
@@ -202,6 +218,7 @@ class GraphStep:
         exchange, transport, run = self._exchange, self.transport, self._states
         rollback = exchange.config.rollback
         exchange.traces += 1
+        self.transport.end_turn([run.check_full(references is None)])
         self._begin(gradients, True)
         run.belong_to(transport.rank, transport.size)
         run.enter()
@@ -209,7 +226,7 @@ class GraphStep:
         if absent or loss_scale is not None:
             before = run.snapshot(memories=bool(absent) or rollback)
         lr = exchange._learning_rate()
-        merged = list(run.select(lambda stage: self._exchanged(stage, gradients, lr, only, resting)))
+        merged = list(run.select(lambda stage: self._exchanged(stage, gradients, references, lr, only, resting)))
         results = tf.nest.flatten(merged, expand_composites=True)
         if loss_scale is not None:
             scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
@@ -250,6 +267,7 @@ class GraphStep:
         self,
         stage: Stage,
         gradients: Sequence[Gradient],
+        references: Sequence[Gradient] | None,
         lr: tf.Tensor | None,
         only: frozenset[int] | None,
         resting: bool,
@@ -258,6 +276,7 @@ class GraphStep:
         follows = exchange.config.outer is not None and exchange.config.outer.follows_sent
         given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
         numbers = {name: number for number, name in enumerate(given)}
+        second = {} if references is None else dict(zip(given, references, strict=True))
         plan, merged, reduced = stage.plan, dict[str, Gradient](), list[Any]()
         if only is not None and len(only) < len(given):
             plan, merged = plan.only({name for name, i in numbers.items() if i in only}), dict(given)
@@ -283,12 +302,13 @@ class GraphStep:
             track_norms=exchange.track_norms,
             keeps_own=follows,
             times=exchange.times,
+            full=plan.period > 0 and references is None,
         )
         for item in plan.exchanged:
             if resting:
                 step.rest(item.spec.name, lr, alone=True)
             else:
-                step.ready(item.spec.name, given[item.spec.name], lr)
+                step.ready(item.spec.name, given[item.spec.name], lr, second.get(item.spec.name))
         outcome = step.finish()
         merged.update(outcome.merged)
         stage.write(outcome.states.units)

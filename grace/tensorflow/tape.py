@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from grace.core.config.config import Config, refuse_typos
 from grace.core.errors import ConfigError
+from grace.core.session.outer_setup import check_references
 from grace.core.session.start import refuse_arguments
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
@@ -66,6 +67,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
             "the Exchange."
         )
     given = config if isinstance(config, Exchange) else Exchange(config, **arguments, **options)
+    check_references(given.config, _WHERE, False)
     wrapped = hvd.DistributedGradientTape(
         tape, process_set=given.process_set, scale_local_gradients=scale_local_gradients
     )

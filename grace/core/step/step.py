@@ -56,7 +56,8 @@ class Step:
     `ops(device)` returns the array operations. `average=False` leaves sums undivided. `seed` is that of the run. With
     `rollback=False`, it takes the memory of each unit out of `states` as the unit begins, and writes over its arrays if
     they are `owned`: nobody else has them. With `track_norms` it measures the norms of compressed gradients and of
-    their errors, and with `keeps_own` it keeps what this rank has contributed. `times` records moments.
+    their errors, and with `keeps_own` it keeps what this rank has contributed. `times` records moments. `full` says
+    whether it is a full round; without it, the number of the step does, which a traced graph does not know.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class Step:
         track_norms: bool = False,
         keeps_own: bool = False,
         times: Times | None = None,
+        full: bool | None = None,
     ) -> None:
         #: The plan, and the number of the step: an int, or a 0-d integer array in a traced graph.
         self.plan, self.number = states.plan, states.step
         #: True if it is a full round, which takes gradients of all data and no second ones.
-        self.full = self.plan.is_full(seed, self.number)
+        self.full = self.plan.is_full(seed, self.number) if full is None else full
         if self.full and self.plan.full is not None:
             self.plan = self.plan.full
         self._states, self._ops, self._transport = states, ops, transport

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -66,6 +67,36 @@ def trained(rows: ROWS) -> dict[str, Any]:
             "finite": bool(np.isfinite(loss)),
             **_bytes(exchange, sent()),
         }
+    return results
+
+
+def second_gradients() -> dict[str, Any]:
+    """Exchange two gradients per step, eagerly and in graphs by turns, and simulate it; leave the second out once."""
+    results, size, rank = {}, hvd.size(), hvd.rank()
+    shapes = {"matrix": (30, 20), "vector": (7,)}
+
+    def given(step: int, place: int, second: bool) -> dict[str, Any]:
+        random = np.random.default_rng((step, place, second))
+        return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+    for memory in ({"name": "marina", "period": 3}, {"name": "lsvrg", "period": 3, "then": "residual"}):
+        config = {"compressor": "topk", "compress_ratio": 0.1, "memory": memory, "default_rules": False}
+        exchange, simulation = (make(config) for make in (grace.tensorflow.Exchange, partial(Simulation, size, shapes)))
+        variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()]
+        exchange.build(variables)
+        graph = tf.function(lambda g, r, e=exchange: e(g, references=r), autograph=False)
+        full, equal = [], True
+        for step in range(8):
+            full.append(exchange.full_round)
+            mine, others = (list(given(step, rank, second).values()) for second in (False, True))
+            call = graph if step % 2 else lambda g, r, e=exchange: e(g, references=r)
+            merged = call(list(map(tf.constant, mine)), None if full[-1] else list(map(tf.constant, others)))
+            first, second = ([given(step, place, which) for place in range(size)] for which in (False, True))
+            assert simulation.full_round == full[-1]
+            expected = simulation.step(first, references=None if full[-1] else second)[rank]
+            equal &= all(np.array_equal(x, expected[name]) for name, x in zip(shapes, merged, strict=True))
+        wrong = partial(exchange, mine, references=mine if exchange.full_round else None)
+        results[memory["name"]] = {"full": full, "equal": equal, "error": error_of(wrong)}
     return results
 
 

@@ -41,6 +41,9 @@ def refused_arguments() -> dict[str, str]:
     return {
         **{name: attempt(**{name: 1}) for name in UNKNOWN},
         "second gradients": attempt(config={"compressor": "qsgd", "memory": "marina"}),
+        "tape, second gradients": error_of(
+            lambda: grace.tensorflow.DistributedGradientTape(tape, {"compressor": "qsgd", "memory": "marina"})
+        ),
         "op": attempt(op=hvd.Adasum),
         "predivided sum": attempt(op=hvd.Sum, gradient_predivide_factor=2.0),
         "no factor": attempt(gradient_predivide_factor=0.0),

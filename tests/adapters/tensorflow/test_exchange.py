@@ -312,6 +312,16 @@ def test_a_tape_goes_on_from_a_checkpoint(launch):
         assert result["equal"], label
 
 
+@on(GLOO_2)
+def test_second_gradients_are_exchanged_as_in_a_simulation(launch):
+    for rank in scenario("second_gradients", launch):
+        for memory, result in rank.items():
+            assert result["full"][0], memory
+            assert set(result["full"]) == {True, False}, memory
+            assert result["equal"], memory
+            assert "StepError: a memory takes second gradients in each step that is no full round" in result["error"]
+
+
 @on(GLOO_2, MPI_2, GLOO_4)
 def test_the_transport_keeps_its_contract(launch):
     """Eagerly and in graphs, among all ranks and in process sets of some of them."""

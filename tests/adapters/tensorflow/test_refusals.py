@@ -24,6 +24,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(launch):
         assert f"the argument '{name}'" in result[name]
     for name, words in {
         "second gradients": "needs a second gradient of the same batch at other weights, and no step here takes one",
+        "tape, second gradients": "needs a second gradient of the same batch at other weights, and no step here takes",
         "op": "'op' must be hvd.Average or hvd.Sum",
         "predivided sum": "must be a positive number and needs op=hvd.Average",
         "no factor": "must be a positive number and needs op=hvd.Average",
