@@ -258,6 +258,13 @@ def million() -> Values:
     yield "one_bit_fewer", f"{dense * (last - warm) / (after - before):.0f}"
     assert 4000 < outer_runs.fewer("SparseLoCo") < 6000, "at least 4,000 times fewer bytes"
     yield "sparse_fewer", f"{outer_runs.fewer('SparseLoCo'):,.0f}"
+    for name, method in (("diloco_reference", "DiLoCo"), ("sparse_reference", "SparseLoCo")):
+        found = [row for row in measurements.load("outer_reference")["rows"] if row["method"] == method]
+        theirs = np.mean([row["loss"] for row in found])
+        ours = np.mean([outer_runs.runs(method, steps)[row["seed"]]["loss"] for row in found])
+        assert abs(ours / theirs - 1) < (0.005 if method == "DiLoCo" else 0.03), "grace follows the recursion"
+        yield name, f"{theirs:.3f}"
+        yield f"{name}_here", f"{ours:.3f}"
     short, long = (np.mean(outer_runs.behind("DiLoCo", steps)) for steps in (600, 6000))
     assert long < short / 3, "the gap closes in longer runs"
     yield "diloco_long", f"{long:.1f}"
