@@ -181,30 +181,31 @@ def buckets(
     plan = _plan(tuple(specs), config, planned)
     # DDP passes gradients on bucket by bucket.
     passed = {spec.name: at for group, at in _ddp_groups(specs, ready) for spec in group}
-    found, dense = [], []
+    found = []
     for bucket in plan.buckets:
         item = plan.assignment_of[bucket.units[0].pieces[0].tensor]
+        at = max(passed[piece.tensor] for unit in bucket.units for piece in unit.pieces)
+        nbytes = float(sum(unit.spec.nbytes for unit in bucket.units))
         if item.dense:
-            dense += [plan.assignment_of[piece.tensor].spec for unit in bucket.units for piece in unit.pieces]
+            # The biases and norms, which travel together.
+            found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", nbytes),), nbytes))
             continue
         # Planned for fewer ranks, a bucket may have another communicator.
         communicator = carried[item.spec.name]
         units = exchanged_units(bucket, communicator)
         sent = sum(_payload(unit, codec) * share(unit, planned) for unit in units)
-        at = max(passed[piece.tensor] for unit in bucket.units for piece in unit.pieces)
         # Of two_shot, each rank has a shard.
         count = sum(1 / planned.size if unit.onward else share(unit, planned) for unit in units)
         numel = sum(unit.spec.numel for unit in units)
         before, after = (part.seconds(count, numel) for part in (codec.before, codec.after))
-        nbytes = float(sum(unit.spec.nbytes for unit in bucket.units))
         found.append(Bucket(at, before, after, rounds_of(bucket, communicator, sent, ranks), nbytes))
-    return found + dense_buckets(specs, {spec.name for spec in dense}, ready)
+    return found + dense_buckets(specs, {item.spec.name for item in plan.delegated}, ready)
 
 
 @lru_cache(maxsize=32)
 def _plan(specs: tuple[TensorSpec, ...], config: Config, ranks: Ranks) -> plans.Plan:
     # The same for all numbers of nodes.
-    return plans.make_plan(specs, config, ranks=ranks)
+    return plans.make_plan(specs, config, ranks=ranks, delegate=lambda item: item.dense)
 
 
 def exchanged_units(bucket: plans.Bucket, communicator: Communicator) -> list[Unit]:

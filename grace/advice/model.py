@@ -149,8 +149,8 @@ class Step:
 
     `backwards` passes accumulate gradients before one exchange, and `every` counts the optimizer steps from one
     exchange to the next. With `polls`, the rank goes on with a bucket during the backward pass, as over Horovod. Else
-    it does so after the pass, one bucket after the other, as over torch.distributed and MPI, where all ranks must start
-    collectives in one order.
+    it does so after the pass, round by round, as over torch.distributed and MPI, where all ranks must start collectives
+    in one order.
     """
 
     forward: float
@@ -198,7 +198,7 @@ def predict(step: Step, machine: Machine) -> Prediction:
     The backward pass makes one bucket after the other ready. Each is compressed at once, which delays the rest of the
     pass, and its first round joins the queue of the link. A rank that polls looks after arrived rounds when the next
     bucket is ready, and when the pass has ended: it then starts their next round, or merges what has come. Another one
-    waits after the pass for all rounds of a bucket before it goes on with the next bucket.
+    goes on after the pass, bucket by bucket: first with all second rounds, then with all third ones.
     """
     slower = max(1.0, machine.sharing)
     alone = step.compute * slower
@@ -263,7 +263,7 @@ class _Run:
         self.busy.append((begin, begin + taken, handling / taken if taken else 0.0))
         self.wire += seconds
         self.sent += float(copies(one.kind, size)) * one.nbytes
-        heapq.heappush(self._under_way, (self._free if self._polls else 0.0, place, self._free, number, bucket))
+        heapq.heappush(self._under_way, (self._free if self._polls else number, place, self._free, number, bucket))
 
     def compute(self, seconds: float) -> None:
         """Compute for so many seconds of a core of its own, beside what the transport takes of it meanwhile."""

@@ -92,15 +92,15 @@ def test_a_codec_delays_the_pass_and_its_second_round_waits_for_the_rank():
     assert 0.1 + 0.12 < found.seconds < 0.1 + 0.12 + 4 * 0.01 + 1e-9
 
 
-def test_a_rank_that_does_not_poll_goes_on_after_the_pass_bucket_by_bucket():
+def test_a_rank_that_does_not_poll_goes_on_after_the_pass_round_by_round():
     rounds = (Round("alltoall", MB), Round("allgather", MB))
-    machine = Machine(2, Link(100 * MB))
-    step = Step(0.0, 1.0, 0.0, (Bucket(0.1, 0.0, 0.04, rounds), Bucket(0.2, 0.0, 0.04, rounds)))
-    # Nothing hides the second round of a bucket, because the next bucket waits for its end.
-    assert predict(step, machine).seconds == pytest.approx(1.0 + 2 * 0.04 + 2 * 0.01)
+    machine = Machine(2, Link(10 * MB))
+    step = Step(0.0, 1.0, 0.0, (Bucket(0.1, 0.0, 0.04, rounds), Bucket(0.3, 0.0, 0.04, rounds)))
+    # The second rounds of both buckets follow each other on the link, and hide all but the first and the last work.
+    assert predict(step, machine).seconds == pytest.approx(1.0 + 0.02 + 2 * 0.1 + 0.02)
     # A rank that polls starts the first bucket's second round when the second bucket is ready.
     polling = dataclasses.replace(step, polls=True)
-    assert predict(polling, machine).seconds == pytest.approx(1.0 + 2 * 0.04 + 0.01)
+    assert predict(polling, machine).seconds == pytest.approx(1.0 + 2 * 0.04 + 0.1)
 
 
 def test_no_step_is_shorter_than_its_work_or_its_link():

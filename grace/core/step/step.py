@@ -5,8 +5,8 @@ Every bucket runs its route, a generator of rounds of collectives:
     ready(name, gradient)   local work; the bucket's first round starts with its last gradient
     rest(name)              the same for a tensor that does not train: it takes part with zeros, and keeps its memory
     poll()                  start the next round of the buckets whose round has arrived
-    complete(bucket)        all rounds of one bucket: wait, start the next; merge, average
-    finish()                the same for all other buckets, round by round in the order of the plan
+    complete()              round by round, all buckets in the order of the plan: wait, start the next; merge, average
+    finish()                the same, and the new states
 
 Only the last two wait for other ranks.
 """
@@ -14,8 +14,9 @@ Only the last two wait for other ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grace.core.config.registry import memories
@@ -284,26 +285,25 @@ class Step:
                 "Pass zeros for unused parameters."
             )
 
-    def complete(self, bucket: str, into: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """Complete one bucket, and return the merged gradients that are whole with it; `finish` must follow.
+    def complete(self, into: Mapping[str, Array] | None = None) -> Iterator[dict[str, Array]]:
+        """Complete all buckets, and yield the merged gradients that are whole with each; `finish` must follow.
 
-        All ranks of an ordered transport must complete the same buckets in the same order. `into` is as for `finish`;
-        the first call of a step counts. Raises StepError if the bucket is unknown or completed, or lacks gradients.
+        All ranks start the next rounds of all buckets, in the order of the plan, before they wait for any of these.
+        `into` is as for `finish`; the first call of a step counts. Raises what `finish` raises.
         """
-        chosen = next((b for b in self.plan.buckets if b.name == bucket), None)
-        under_way = self._buckets.get(bucket)
-        if chosen is None or under_way is None or bucket not in self._begun:
-            raise StepError(
-                f"bucket '{bucket}' cannot be completed: expected a bucket whose gradients have all been passed to "
-                f"ready() in this step, of {', '.join(b.name for b in self.plan.buckets)}; wait for its gradients, and "
-                "complete each bucket once."
-            )
+        self._check_complete()
         outgoing = self._outgoing_into(into)
-        before = set(outgoing.merged)
-        while under_way.advance(self._transport, bucket):
-            pass
-        self._merge(chosen, outgoing)
-        return {name: x for name, x in outgoing.merged.items() if name not in before}
+        left = [bucket for bucket in self.plan.buckets if bucket.name in self._buckets]
+        while left:
+            under_way = []
+            for bucket in left:
+                if self._buckets[bucket.name].advance(self._transport, bucket.name):
+                    under_way.append(bucket)
+                    continue
+                before = len(outgoing.merged)
+                self._merge(bucket, outgoing)
+                yield dict(itertools.islice(outgoing.merged.items(), before, None))
+            left = under_way
 
     def _outgoing_into(self, into: Mapping[str, Array] | None) -> Outgoing:
         if self._outgoing is None:
@@ -321,17 +321,9 @@ class Step:
         (`Plan.windows`), both are flat arrays of these; it has no result if it gets none. Raises StepError if a
         gradient is missing, WaitError if other ranks do not come, and MismatchError if they are at another step.
         """
-        self._check_complete()
+        for _ in self.complete(into):
+            pass
         outgoing = self._outgoing_into(into)
-        left = [bucket for bucket in self.plan.buckets if bucket.name in self._buckets]
-        while left:
-            under_way = []
-            for bucket in left:
-                if self._buckets[bucket.name].advance(self._transport, bucket.name):
-                    under_way.append(bucket)
-                    continue
-                self._merge(bucket, outgoing)
-            left = under_way
         tallies = self._tallies
         self._retune({unit.spec.name: tallies[unit.spec.name] for unit in self.plan.units if unit.spec.name in tallies})
         splice_units(self.plan, self._new, self._kept, self._resting.union(unused), self._ops)

@@ -301,8 +301,8 @@ class GradientHook:
         self._exchange.comparisons.finish()
         used = self._start_comparing_used()
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
-        for bucket in self._run.plan.buckets:
-            self._take(self._run.current.complete(bucket.name, into))
+        for merged in self._run.current.complete(into):
+            self._take(merged)
         self._complete_buckets()
         # DDP drops the result of what no rank has used. It must not be missing in the residuals.
         rows = zip(sorted(self._gradients), used.wait().tolist(), strict=True) if used else ()
