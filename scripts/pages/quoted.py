@@ -333,7 +333,7 @@ def speed() -> Values:
     yield "mlp", f"{mlp() / 1e6:.1f}"
     ddp = {r["method"]: r["two"] for r in rows("step_ddp")}
     assert round(4 * ddp["topk"] / ddp["ddp-fp16"]) == 1, "about a quarter"
-    assert round(3 * ddp["powersgd"] / ddp["ddp-powersgd"]) == 2, "about two thirds"
+    assert 0.3 < ddp["powersgd"] / ddp["ddp-powersgd"] < 0.4, "less than two fifths"
     plain, bits8 = row("step_fsdp", "fsdp")["mb"], row("step_fsdp", "eightbit")["mb"]
     yield "fsdp", f"{plain:.0f}"
     yield "fsdp_gradients", f"{plain / 2:.0f}"
