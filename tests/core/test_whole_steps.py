@@ -13,6 +13,7 @@ from grace.core.config.registry import communicators, compressors, memories
 from grace.core.methods.compressor import sparsifies, usual_communicator
 from grace.core.session.simulation import poll_all
 from grace.core.spec import TensorSpec
+from grace.core.step.bucket_step import BucketStep
 from grace.testing import PoisonOps
 from grace.testing.harness import EPS, FRAMEWORKS, draw, same
 from tests.core.test_contracts import reordered
@@ -433,3 +434,22 @@ def test_gradients_come_bucket_by_bucket(communicator):
             assert rest.keys() == all_of_it.keys()
             assert all(same(rest[name], x) for each in (all_of_it, *found) for name, x in each.items())
     assert_same(states(whole), states(early))
+
+
+def test_all_buckets_start_their_next_round_before_one_is_awaited_again(monkeypatch):
+    """So the second rounds of the first buckets travel while a rank waits for the first rounds of the last ones."""
+    sim = grace.Simulation(2, {"a": (50, 30), "b": (20, 60), "c": (40, 30)}, {"compressor": "topk", "bucket_bytes": 1})
+    for run, mine in zip(sim.runs, gradients(sim, 0), strict=True):
+        for name, x in mine.items():
+            run.current.ready(name, x, 0.1)
+    poll_all(sim.runs)
+    plain, calls = BucketStep.advance, []
+
+    def with_another_round(bucket, transport, name):
+        calls.append(name)
+        return calls.count(name) == 1 or plain(bucket, transport, name)
+
+    monkeypatch.setattr(BucketStep, "advance", with_another_round)
+    names = [bucket.name for bucket in sim.plan.buckets]
+    assert len(list(sim.runs[0].current.complete())) == len(names) == 3
+    assert calls == [*names, *names]
