@@ -53,7 +53,8 @@ SPARSELOCO = {
     "memory": {"name": "residual", "beta": 0.95},
     "communicator": {"name": "allgather", "reduce": "senders", "clip": "median_norm"},
     "index_coding": "golomb",
-    "granularity": "layer",
+    # Chunks of 4,096 elements, as published. A chain joins no tensors, so that the chunks share a bucket.
+    "split_bytes": 4 * 4096,
     "default_rules": False,
     "outer": {"preset": "sparseloco", "every": EVERY},
 }
@@ -72,6 +73,8 @@ METHODS = {
         **SPARSELOCO,
         "compressor": {"name": "topk", "compress_ratio": 1 / 64},
         "index_coding": "int32",
+        # In a bucket, its chunks would be joined.
+        "bucket_bytes": 0,
     },
 }
 

@@ -76,13 +76,16 @@ def test_utilisation(outer, monkeypatch):
     assert outer.utilisation("streaming DiLoCo", outer.LINK / 16) == pytest.approx(0.5 / 0.75)
 
 
-def test_outer_steps_are_the_published_recursions(outer):
+def test_outer_steps_are_the_published_recursions(outer, monkeypatch):
     # Imported where the benchmarks can be.
     import outer_reference as reference
 
     def whole(anchor):
         return reference.SparseLoCo(anchor, chunk=max(a.numel() for a in anchor), bins=0)
 
+    # The norms that limit a rank are those of chunks here, and of tensors there.
+    for_tensors = {**outer.METHODS["SparseLoCo, float values"], "granularity": "layer"}
+    monkeypatch.setitem(outer.METHODS, "SparseLoCo, float values", for_tensors)
     steps, lr = 2 * outer.EVERY, reference.LR
     for method, make, error in (("DiLoCo", reference.DiLoCo, 1e-4), ("SparseLoCo, float values", whole, 1e-3)):
         found = outer.train(method, 0, steps, outer.Million(), lr)["loss"]
