@@ -46,6 +46,7 @@ from grace.bench.step.run import Setting, measure
 from grace.core.config.config import make_config
 from grace.core.config.registry import compressors
 from grace.core.spec import Ranks, TensorSpec
+from grace.core.transport.ordered import OrderedTransport
 from grace.machine import processor
 
 MODEL_NAMES = ("mlp", "vgg", "transformer")
@@ -232,7 +233,9 @@ class Predictor:
         overhead = Overhead(
             slower * constants.copying, slower * constants.handling, constants.serving, constants.meeting
         )
-        step = Step(passes.forward, passes.backward, compute * share, tuple(found), overhead)
+        step = Step(
+            passes.forward, passes.backward, compute * share, tuple(found), overhead, lanes=OrderedTransport.lanes
+        )
         link = Link(LINKS[cell.link] / 8 * constants.efficiency, LATENCY)
         return predict(step, Machine(cell.ranks, link, sharing=max(1.0, cell.ranks / cell.cores))).seconds
 

@@ -204,8 +204,8 @@ class Figures:
         plan, codec = self._plans[label], self.codecs.get(label, {})
         modules = self._exchange._modules_for(self._exchange.ranks)
         buckets = buckets_of(plan, self.ready, codec, self._exchange.ranks, modules, waits=self.waits)
-        backward, polls = max(self.ready.values(), default=0.0), not self._exchange.transport.ordered
-        return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets), self._overhead, polls=polls)
+        backward, lanes = max(self.ready.values(), default=0.0), self._exchange.transport.lanes
+        return Step(0.0, backward, max(self.compute - backward, 0.0), tuple(buckets), self._overhead, lanes=lanes)
 
     def machine(self, link: Link) -> Machine:
         """Return the ranks with a link between any two of them, or between any two nodes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,9 +149,9 @@ class Step:
     """A training step of one rank: seconds of its parts on a core or device of its own, and its buckets.
 
     `backwards` passes accumulate gradients before one exchange, and `every` counts the optimizer steps from one
-    exchange to the next. With `polls`, the rank goes on with a bucket during the backward pass, as over Horovod. Else
-    it does so after the pass, round by round, as over torch.distributed and MPI, where all ranks must start collectives
-    in one order.
+    exchange to the next. The rank goes on with a bucket during the backward pass: over a transport with so many `lanes`
+    (`Transport.lanes`) with that many rounds in the order of the buckets, and the others after the pass, round by
+    round; with None as they arrive. One lane, as on a GPU, leaves all but the first rounds.
     """
 
     forward: float
@@ -160,7 +161,7 @@ class Step:
     overhead: Overhead = Overhead()
     backwards: int = 1
     every: int = 1
-    polls: bool = False
+    lanes: int | None = 1
 
     @property
     def compute(self) -> float:
@@ -196,23 +197,22 @@ def predict(step: Step, machine: Machine) -> Prediction:
     """Return the time of a step, by simulating its events.
 
     The backward pass makes one bucket after the other ready. Each is compressed at once, which delays the rest of the
-    pass, and its first round joins the queue of the link. A rank that polls looks after arrived rounds when the next
-    bucket is ready, and when the pass has ended: it then starts their next round, or merges what has come. Another one
-    goes on after the pass, bucket by bucket: first with all second rounds, then with all third ones.
+    pass, and its first round joins the queue of the link. When the next bucket is ready, and when the pass has ended,
+    the rank looks after arrived rounds: it then starts their next round, or merges what has come. What has no lane
+    follows after the pass, bucket by bucket: first all second rounds, then all third ones.
     """
     slower = max(1.0, machine.sharing)
     alone = step.compute * slower
     if machine.ranks == 1 or not step.buckets:
         return Prediction(alone, alone, 0.0, 0.0, 0.0)
-    run = _Run(machine, step.overhead, slower, step.polls)
+    run = _Run(machine, step.overhead, slower, step.lanes)
     buckets = sorted(step.buckets, key=lambda bucket: bucket.ready)
     run.now = slower * (step.forward + (step.backwards - 1) * (step.forward + step.backward))
     last = codec = 0.0
     for place, bucket in enumerate(buckets):
         run.compute(bucket.ready - last)
         last = bucket.ready
-        if step.polls:
-            run.look()
+        run.look()
         run.compute(bucket.before + step.overhead.copying * bucket.nbytes / 2)
         codec += slower * (bucket.before + bucket.after)
         run.start(place, bucket, 0)
@@ -231,7 +231,7 @@ def predict(step: Step, machine: Machine) -> Prediction:
 
 def taken_in_pass(step: Step, machine: Machine) -> list[tuple[float, float]]:
     """Return when each bucket is ready, and the seconds that its codec and transport then take of a measured pass."""
-    run, found = _Run(machine, step.overhead, 1.0, step.polls), []
+    run, found = _Run(machine, step.overhead, 1.0, step.lanes), []
     for place, bucket in enumerate(sorted(step.buckets, key=lambda bucket: bucket.ready)):
         run.now = bucket.ready
         run.start(place, bucket, 0)
@@ -243,14 +243,15 @@ def taken_in_pass(step: Step, machine: Machine) -> list[tuple[float, float]]:
 class _Run:
     """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
 
-    def __init__(self, machine: Machine, overhead: Overhead, slower: float, polls: bool) -> None:
-        self._machine, self._overhead, self._slower, self._polls = machine, overhead, slower, polls
+    def __init__(self, machine: Machine, overhead: Overhead, slower: float, lanes: int | None) -> None:
+        self._machine, self._overhead, self._slower = machine, overhead, slower
+        self._lanes = math.inf if lanes is None else lanes
         self.now = self._free = self.wire = self.sent = 0.0
         #: Begin and end of each round on the link, and the part of this time that the transport computes.
         self.busy: deque[tuple[float, float, float]] = deque()
-        # When the round under way of each bucket arrives, its number, and the place and the bucket; in the order in
-        # which the rank takes them.
-        self._under_way: list[tuple[float, int, float, int, Bucket]] = []
+        # The number of the round under way of each bucket, the place of the bucket, when the round arrives, and the
+        # bucket; in the order in which the rank takes them.
+        self._under_way: list[tuple[int, int, float, Bucket]] = []
 
     def start(self, place: int, bucket: Bucket, number: int) -> None:
         """Hand a round of a bucket to the link."""
@@ -263,7 +264,7 @@ class _Run:
         self.busy.append((begin, begin + taken, handling / taken if taken else 0.0))
         self.wire += seconds
         self.sent += float(copies(one.kind, size)) * one.nbytes
-        heapq.heappush(self._under_way, (self._free if self._polls else number, place, self._free, number, bucket))
+        heapq.heappush(self._under_way, (number, place, self._free, bucket))
 
     def compute(self, seconds: float) -> None:
         """Compute for so many seconds of a core of its own, beside what the transport takes of it meanwhile."""
@@ -281,8 +282,11 @@ class _Run:
         self.now += left
 
     def look(self) -> None:
-        """Go on with the rounds that have arrived by now."""
-        while self._under_way and self._under_way[0][2] <= self.now:
+        """Go on with the rounds that have arrived by now and whose next one has a lane."""
+        while self._under_way:
+            number, _, arrival, _ = self._under_way[0]
+            if arrival > self.now or number + 1 >= self._lanes:
+                return
             self._go_on()
 
     def drain(self) -> None:
@@ -292,7 +296,7 @@ class _Run:
             self._go_on()
 
     def _go_on(self) -> None:
-        _, place, _, number, bucket = heapq.heappop(self._under_way)
+        number, place, _, bucket = heapq.heappop(self._under_way)
         # What lies between two rounds is a part of `after`.
         self.compute((bucket.after + self._overhead.copying * bucket.nbytes / 2) / len(bucket.rounds))
         if number + 1 < len(bucket.rounds):

@@ -25,8 +25,9 @@ NOTES_SECONDS = 3.0
 class Connection:
     """Duplicates of a communicator, made by all its ranks together, and what the ranks tell each other on the first."""
 
-    def __init__(self, comm: Any, step: int) -> None:
+    def __init__(self, comm: Any, step: int, lanes: int) -> None:
         self.comms: list[Any] = []
+        self._lanes = lanes
         self._steps = np.full(comm.Get_size(), step, np.int64)
         self._requests = self._started(comm, np.array([step], np.int64))
         self._request: Any = next(self._requests, None)
@@ -34,8 +35,8 @@ class Connection:
     def _started(self, comm: Any, step: Array) -> Iterator[Any]:
         if comm.Get_size() == 1:
             return
-        # One communicator for headers and one for data. Notes and collectives on one do not disturb each other.
-        for _ in range(2):
+        # In each lane one for headers and one for data. Notes and collectives on one do not disturb each other.
+        for _ in range(2 * self._lanes):
             duplicate, request = comm.Idup()
             yield request
             self.comms.append(duplicate)
@@ -77,7 +78,7 @@ class MPITransport(OrderedTransport):
 
         After an error, the next call waits for what this one has started: MPI matches it with the calls of the others.
         """
-        connection = self._connecting = self._connecting or Connection(self._parent, step)
+        connection = self._connecting = self._connecting or Connection(self._parent, step, self.lanes)
         try:
             self._until(connection.advanced, lambda: what)
         except WaitError as error:
@@ -133,37 +134,41 @@ class MPITransport(OrderedTransport):
 
     # --- the phases of collectives ----------------------------------------------------------------------------------
 
-    def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
+    def _exchange(self, lane: int, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
         headers = np.empty((self.size, len(header)), np.uint8)
-        yield self._comms[0].Iallgather(np.frombuffer(header, np.uint8), headers).Test
+        yield self._comms[2 * lane].Iallgather(np.frombuffer(header, np.uint8), headers).Test
         return [row.tobytes() for row in headers]
 
-    def _reduce(self, x: Array, op: Reduction) -> Phases:
+    def _reduce(self, lane: int, x: Array, op: Reduction) -> Phases:
         result = np.empty_like(x)
-        yield self._comms[1].Iallreduce(np.ascontiguousarray(x), result, MPI.SUM if op == "sum" else MPI.MAX).Test
+        yield (
+            self._comms[2 * lane + 1]
+            .Iallreduce(np.ascontiguousarray(x), result, MPI.SUM if op == "sum" else MPI.MAX)
+            .Test
+        )
         return result
 
-    def _gather(self, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
+    def _gather(self, lane: int, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
         x, result = np.ascontiguousarray(x), np.empty(sum(lengths), x.dtype)
         receiving = [result.view(np.uint8), [length * x.itemsize for length in lengths], None, MPI.BYTE]
-        yield self._comms[1].Iallgatherv([x.view(np.uint8), MPI.BYTE], receiving).Test
+        yield self._comms[2 * lane + 1].Iallgatherv([x.view(np.uint8), MPI.BYTE], receiving).Test
         return result
 
-    def _trade(self, x: Array, lengths: Sequence[Sequence[int]]) -> Phases:
+    def _trade(self, lane: int, x: Array, lengths: Sequence[Sequence[int]]) -> Phases:
         sent, received = lengths[self.rank], [row[self.rank] for row in lengths]
         result = np.empty(sum(received), x.dtype)
         counts = [[length * x.itemsize for length in lengths] for lengths in (sent, received)]
         sending = [x.view(np.uint8), counts[0], None, MPI.BYTE]
         receiving = [result.view(np.uint8), counts[1], None, MPI.BYTE]
-        yield self._comms[1].Ialltoallv(sending, receiving).Test
+        yield self._comms[2 * lane + 1].Ialltoallv(sending, receiving).Test
         return result
 
     def _join(self, xs: Sequence[Array]) -> Array:
         return np.concatenate(xs)
 
-    def _spread(self, x: Array, root: int) -> Phases:
+    def _spread(self, lane: int, x: Array, root: int) -> Phases:
         result = np.ascontiguousarray(x) if self.rank == root else np.empty_like(x)
-        yield self._comms[1].Ibcast([result.view(np.uint8), MPI.BYTE], root).Test
+        yield self._comms[2 * lane + 1].Ibcast([result.view(np.uint8), MPI.BYTE], root).Test
         return result
 
     # --- waits --------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_codec_delays_the_pass_and_its_second_round_waits_for_the_rank():
     rounds = (Round("alltoall", MB), Round("allgather", MB))
     machine = Machine(2, Link(100 * MB))
     buckets = (Bucket(0.05, 0.02, 0.04, rounds), Bucket(0.1, 0.02, 0.04, rounds))
-    step = Step(0.0, 0.1, 0.0, buckets, polls=True)
+    step = Step(0.0, 0.1, 0.0, buckets, lanes=None)
     found = predict(step, machine)
     assert found.codec == pytest.approx(0.12)
     # Compute and codecs, and at the end the two rounds of the second bucket, which nothing but the first one's last
@@ -92,15 +92,16 @@ def test_a_codec_delays_the_pass_and_its_second_round_waits_for_the_rank():
     assert 0.1 + 0.12 < found.seconds < 0.1 + 0.12 + 4 * 0.01 + 1e-9
 
 
-def test_a_rank_that_does_not_poll_goes_on_after_the_pass_round_by_round():
+def test_rounds_without_a_lane_follow_after_the_pass_round_by_round():
     rounds = (Round("alltoall", MB), Round("allgather", MB))
     machine = Machine(2, Link(10 * MB))
     step = Step(0.0, 1.0, 0.0, (Bucket(0.1, 0.0, 0.04, rounds), Bucket(0.3, 0.0, 0.04, rounds)))
     # The second rounds of both buckets follow each other on the link, and hide all but the first and the last work.
     assert predict(step, machine).seconds == pytest.approx(1.0 + 0.02 + 2 * 0.1 + 0.02)
-    # A rank that polls starts the first bucket's second round when the second bucket is ready.
-    polling = dataclasses.replace(step, polls=True)
-    assert predict(polling, machine).seconds == pytest.approx(1.0 + 2 * 0.04 + 0.1)
+    # With a lane, the first bucket's second round starts when the second bucket is ready, and its last work hides
+    # behind the second bucket's second round.
+    for lanes in (2, 3, None):
+        assert predict(dataclasses.replace(step, lanes=lanes), machine).seconds == pytest.approx(1.0 + 3 * 0.02 + 0.1)
 
 
 def test_no_step_is_shorter_than_its_work_or_its_link():

@@ -27,15 +27,15 @@ class Transport(OrderedTransport):
     def done(self, number):
         self.tests[number][0] = True
 
-    def _exchange(self, header):
+    def _exchange(self, lane, header):
         yield self._phase()
         return [header, header if self.foreign is None else self.foreign]
 
-    def _gather(self, x, lengths, equal):
+    def _gather(self, lane, x, lengths, equal):
         yield self._phase()
         return np.concatenate([x, x])
 
-    def _reduce(self, x, op):
+    def _reduce(self, lane, x, op):
         raise NotImplementedError
 
     _trade = _join = _spread = gather_bytes = _reduce

@@ -468,11 +468,7 @@ class OuterRun:
         if flight is None:
             return
         if self._started:
-            transport = self._run.transport
-            transport.advance()
-            # Over an ordered transport, all ranks must start later rounds at the same point: when the change lands.
-            if not transport.ordered:
-                self._run.poll()
+            self._run.poll()
             return
         self._started = True
         factor = self._factor(flight.sent)

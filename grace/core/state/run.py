@@ -138,6 +138,7 @@ class Run:
                 owned=not self._rollback and module in self._owned,
                 track_norms=self.track_norms,
                 keeps_own=self.keeps_own,
+                first=not any(step.begun for step in self._current.values()),
                 times=self.times,
             )
         return self._current[module]

@@ -56,7 +56,8 @@ class BucketStep:
         self._observe = observe
         self._rounds: Program[Received] | None = None
         self._handles: list[Handle] = []
-        self._started = 0
+        #: The number of rounds that were started.
+        self.started = 0
         self._sends = self._remembered = False
 
     @property
@@ -92,8 +93,10 @@ class BucketStep:
         except StopIteration as end:
             self.received = end.value
             return False
-        self._handles = [transport.start(c, f"{name}/{self._started}.{i}") for i, c in enumerate(collectives)]
-        self._started += 1
+        number = self.started
+        in_lane = (c._replace(lane=number) for c in collectives)
+        self._handles = [transport.start(c, f"{name}/{number}.{i}") for i, c in enumerate(in_lane)]
+        self.started += 1
         for c in collectives:
             sent = sum(self.ops.length(x) * ITEMSIZE[self.ops.dtype(x)] for x in c.sent_by(self.rank))
             self.nbytes[c.kind] = self.nbytes.get(c.kind, 0) + sent

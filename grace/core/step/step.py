@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -57,7 +58,8 @@ class Step:
     `ops(device)` returns the array operations. `average=False` leaves sums undivided. `seed` is that of the run. With
     `rollback=False`, it takes the memory of each unit out of `states` as the unit begins, and writes over its arrays if
     they are `owned`: nobody else has them. With `track_norms` it measures the norms of compressed gradients and of
-    their errors, and with `keeps_own` it keeps what this rank has contributed. `times` records moments. `full` says
+    their errors, and with `keeps_own` it keeps what this rank has contributed. It is not the `first` if another step
+    over the transport is still under way, which will be completed before it. `times` records moments. `full` says
     whether it is a full round; without it, the number of the step does, which a traced graph does not know.
     """
 
@@ -73,6 +75,7 @@ class Step:
         owned: bool = False,
         track_norms: bool = False,
         keeps_own: bool = False,
+        first: bool = True,
         times: Times | None = None,
         full: bool | None = None,
     ) -> None:
@@ -84,15 +87,13 @@ class Step:
             self.plan = self.plan.full
         self._states, self._ops, self._transport = states, ops, transport
         self._seed, self._average, self._rollback, self._owned = seed, average, rollback, owned
-        self._track_norms, self._times = track_norms, times or Times()
+        self._track_norms, self._first, self._times = track_norms, first, times or Times()
         self._incoming, self._references = Incoming(self.plan, ops), Incoming(self.plan, ops)
         self._outgoing: Outgoing | None = None
         self._own = Outgoing(self.plan, ops, {}, transport.rank) if keeps_own else None
         self._buckets: dict[str, BucketStep] = {}
         # Units with their gradients and learning rates whose memories wait for the norm of all gradients.
         self._until_norm: list[tuple[Unit, Array, Any]] = []
-        # The buckets whose first round has started.
-        self._begun: set[str] = set()
         # The tensors of `rest`, and by unit the memories before the step of those without a gradient.
         self._resting: set[str] = set()
         # Those of them that may rest on this rank only.
@@ -243,9 +244,7 @@ class Step:
             position = {each.spec.name: i for i, each in enumerate(bucket.units)}
             under_way.steps.sort(key=lambda step: position[step.unit.spec.name])
             under_way.stamp = self._stamp(bucket)
-            self._begin(bucket)
-            if self._polls(unit.spec.device):
-                self.poll()
+            self._start_rounds(later=self._polls(unit.spec.device))
 
     def _norm(self, gradients: Sequence[tuple[Unit, Array]]) -> Array:
         """Return the norm of the gradients of all units together, as a 0-d float64 array."""
@@ -254,27 +253,34 @@ class Step:
         norms = [wide_norm(self._ops(unit.spec.device), flat) for unit, flat in gradients]
         return ops.norm(ops.stack([ops.cast(norm, "float64") for norm in norms], axis=0))
 
-    def _begin(self, bucket: Bucket) -> None:
-        """Start the first round of a bucket; over an ordered transport only after those of all buckets before it."""
-        for each in self.plan.buckets if self._transport.ordered else [bucket]:
-            if each.name in self._begun:
-                continue
-            under_way = self._buckets.get(each.name)
-            if under_way is None or len(under_way.steps) < len(each.units):
-                return
-            self._begun.add(each.name)
-            under_way.advance(self._transport, each.name)
-
     def poll(self) -> bool:
-        """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one."""
-        advanced = False
+        """Advance the buckets whose round has arrived by one round, without waiting; return whether there was one.
+
+        Over a transport with lanes, all ranks must start the rounds of a lane in the same order. So a round waits until
+        all buckets before it in the plan have started theirs of this number. Rounds without a lane of their own are
+        left to `complete`, and so are all later rounds of a step that is not the first.
+        """
+        return self._start_rounds(later=True)
+
+    def _start_rounds(self, later: bool) -> bool:
+        """Do what `poll` does, without `later` with first rounds only."""
+        transport, advanced = self._transport, False
+        if later:
+            transport.advance()
+        if transport.lanes is not None and not self._first:
+            later = False
+        limit = math.inf if transport.lanes is None else transport.lanes
         for bucket in self.plan.buckets:
             under_way = self._buckets.get(bucket.name)
-            if under_way is None or bucket.name not in self._begun or under_way.received is not None:
+            if under_way is None or len(under_way.steps) < len(bucket.units):
+                if transport.lanes is not None:
+                    break
                 continue
-            if under_way.arrived:
-                under_way.advance(self._transport, bucket.name)
+            if under_way.received is None and under_way.started < (limit if later else 1) and under_way.arrived:
+                under_way.advance(transport, bucket.name)
                 advanced = True
+            if under_way.received is None and transport.lanes is not None:
+                limit = min(limit, under_way.started)
         return advanced
 
     def _check_complete(self) -> None:
@@ -295,15 +301,16 @@ class Step:
         outgoing = self._outgoing_into(into)
         left = [bucket for bucket in self.plan.buckets if bucket.name in self._buckets]
         while left:
-            under_way = []
+            number, behind = min(self._buckets[bucket.name].started for bucket in left), []
             for bucket in left:
-                if self._buckets[bucket.name].advance(self._transport, bucket.name):
-                    under_way.append(bucket)
+                under_way = self._buckets[bucket.name]
+                if under_way.started > number or under_way.advance(self._transport, bucket.name):
+                    behind.append(bucket)
                     continue
                 before = len(outgoing.merged)
                 self._merge(bucket, outgoing)
                 yield dict(itertools.islice(outgoing.merged.items(), before, None))
-            left = under_way
+            left = behind
 
     def _outgoing_into(self, into: Mapping[str, Array] | None) -> Outgoing:
         if self._outgoing is None:
@@ -390,9 +397,9 @@ class Step:
     def _polls(self, device: str) -> bool:
         """Return whether `ready` polls: not on a GPU, where lengths and flags would have to be waited for.
 
-        In a traced graph nothing has arrived yet. An ordered transport starts later rounds in the order of the plan.
+        In a traced graph nothing has arrived yet.
         """
-        return device == "cpu" and self._ops(device).eager and not self._transport.ordered
+        return device == "cpu" and self._ops(device).eager
 
     def _merge(self, bucket: Bucket, outgoing: Outgoing) -> None:
         under_way = self._buckets.pop(bucket.name)

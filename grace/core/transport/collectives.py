@@ -20,7 +20,8 @@ class Collective(NamedTuple):
     """One collective on flat buffers; its result is one flat buffer.
 
     `buffers` holds one buffer per receiver for an alltoall, else one. `equal` says that all buffers of an allgather
-    have one length; its result may then be a list of the buffers, because joining them would copy.
+    have one length; its result may then be a list of the buffers, because joining them would copy. `lane` is that in
+    which a transport with lanes starts it, or the last one if there are fewer.
     """
 
     kind: Kind
@@ -28,6 +29,7 @@ class Collective(NamedTuple):
     op: Reduction = "sum"
     root: int = 0
     equal: bool = False
+    lane: int = 0
 
     def sent_by(self, rank: int) -> tuple[Array, ...]:
         """Return the buffers that leave a rank, each counted once however many ranks receive it."""

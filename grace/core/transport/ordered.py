@@ -28,9 +28,13 @@ class _Collective(Handle):
     """Collective under way through its phases."""
 
     def __init__(
-        self, what: Callable[[], str], phases: Phases, until: Callable[[Callable[[], bool], Callable[[], str]], None]
+        self,
+        what: Callable[[], str],
+        phases: Phases,
+        lane: int,
+        until: Callable[[Callable[[], bool], Callable[[], str]], None],
     ) -> None:
-        self.what, self._phases, self._until = what, phases, until
+        self.what, self.lane, self._phases, self._until = what, lane, phases, until
         self._test = next(phases)
         self.phase = 0
         self.done = False
@@ -53,6 +57,9 @@ class _Collective(Handle):
         self._until(lambda: self.done, self.what)
         return self._result
 
+    def arrived(self) -> bool:
+        return self.done
+
 
 def never_free(kept: Sequence[Any]) -> None:
     """Keep objects beyond the end of Python: a library uses their memory, or would wait if they were freed."""
@@ -61,16 +68,16 @@ def never_free(kept: Sequence[Any]) -> None:
 
 
 class OrderedTransport(HandshakeTransport):
-    """Base of transports whose ranks must start all collectives in the same order.
+    """Base of transports whose ranks must start all collectives of a lane in the same order.
 
     Before each collective the ranks exchange headers that describe it; if they differ, every rank raises MismatchError
-    and no data move. Headers and data need channels of their own, such as two communicators: within each, all ranks
-    follow the order of starting, and a rank that is behind may still exchange headers. A collective advances during
-    calls of the transport, and in between if the library calls `advance` from a thread of its own. `join_waits` is
-    for ranks that use several transports in a step.
+    and no data move. Headers and data of each lane need channels of their own, such as communicators: within each, all
+    ranks follow the order of starting, and a rank that is behind may still exchange headers. A collective advances
+    during calls of the transport, and in between if the library calls `advance` from a thread of its own. `join_waits`
+    is for ranks that use several transports in a step.
     """
 
-    ordered = True
+    lanes: int = 2
 
     def __init__(self) -> None:
         self._pending: list[_Collective] = []
@@ -91,22 +98,22 @@ class OrderedTransport(HandshakeTransport):
     # --- what the library does --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
+    def _exchange(self, lane: int, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
         """Return the headers of all ranks, which are equally long, in rank order."""
 
     @abstractmethod
-    def _reduce(self, x: Array, op: Reduction) -> Phases:
+    def _reduce(self, lane: int, x: Array, op: Reduction) -> Phases:
         """Reduce x element by element over all ranks."""
 
     @abstractmethod
-    def _gather(self, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
+    def _gather(self, lane: int, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
         """Join the buffers of all ranks in rank order; `lengths` are theirs, in elements.
 
         With `equal` the result may be a list of the buffers.
         """
 
     @abstractmethod
-    def _trade(self, x: Array, lengths: Sequence[Sequence[int]]) -> Phases:
+    def _trade(self, lane: int, x: Array, lengths: Sequence[Sequence[int]]) -> Phases:
         """Send the pieces of x to their ranks and join what arrives; rank i sends lengths[i][j] elements to rank j."""
 
     @abstractmethod
@@ -114,7 +121,7 @@ class OrderedTransport(HandshakeTransport):
         """Return a new buffer with all of xs, one after another."""
 
     @abstractmethod
-    def _spread(self, x: Array, root: int) -> Phases:
+    def _spread(self, lane: int, x: Array, root: int) -> Phases:
         """Send the root's buffer to every rank; the buffers of all ranks have one length."""
 
     # --- collectives ------------------------------------------------------------------------------------------------
@@ -122,7 +129,8 @@ class OrderedTransport(HandshakeTransport):
     def _start(self, collective: Collective, name: str) -> Handle:
         if self._failure is not None:
             raise self._failure
-        kind, lengths = collective.kind, [len(x) for x in collective.buffers]
+        kind, lane = collective.kind, min(collective.lane, self.lanes - 1)
+        lengths = [len(x) for x in collective.buffers]
         x = self._join(collective.buffers) if kind == "alltoall" else collective.buffers[0]
         described, alike = f"{kind} {x.dtype}", ""
         if kind == "allreduce":
@@ -133,22 +141,25 @@ class OrderedTransport(HandshakeTransport):
         def body(rows: list[tuple[int, ...]]) -> Phases:
             """Continue with the lengths of all ranks, which travel ahead."""
             if kind == "allreduce":
-                return self._reduce(x, collective.op)
+                return self._reduce(lane, x, collective.op)
             if kind == "broadcast":
-                return self._spread(x, collective.root)
+                return self._spread(lane, x, collective.root)
             if kind == "alltoall":
-                return self._trade(x, rows)
-            return self._gather(x, [row[0] for row in rows], collective.equal)
+                return self._trade(lane, x, rows)
+            return self._gather(lane, x, [row[0] for row in rows], collective.equal)
 
         def what() -> str:
             return f"{self.explain(name)} ({described})"
 
-        handle = _Collective(what, self._checked(f"{described} '{name}'{alike}", lengths, body), self._until_done)
+        phases = self._checked(lane, f"{described} '{name}'{alike}", lengths, body)
+        handle = _Collective(what, phases, lane, self._until_done)
         self._pending.append(handle)
         self._progress()
         return handle
 
-    def _checked(self, text: str, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
+    def _checked(
+        self, lane: int, text: str, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]
+    ) -> Phases:
         """Check that all ranks start the same collective, then run its body."""
         words = text.encode()
         padded = struct.pack(f"<{self.size}q", *lengths, *[0] * (self.size - len(lengths)))
@@ -158,7 +169,7 @@ class OrderedTransport(HandshakeTransport):
             + hashlib.blake2b(words, digest_size=_DIGEST_BYTES).digest()
             + words[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         )
-        headers = yield from self._exchange(mine)
+        headers = yield from self._exchange(lane, mine)
         for rank, header in enumerate(headers):
             if header[start:] != mine[start:]:
                 theirs = header[start + _DIGEST_BYTES :].rstrip(b"\0").decode(errors="replace")
@@ -201,14 +212,15 @@ class OrderedTransport(HandshakeTransport):
         return any(handle.phase == 0 and not handle.done and handle.error is None for handle in self._pending)
 
     def _advance_all(self) -> None:
-        """Advance every collective, none beyond those that were started before it."""
+        """Advance every collective, none beyond those of its lane that were started before it."""
         self._missed = True
         while self._missed:
             self._missed = False
-            limit = float("inf")
+            limits = [float("inf")] * self.lanes
             for handle in self._pending:
-                handle.advance(limit)
-                limit = limit if handle.done else min(limit, handle.phase)
+                handle.advance(limits[handle.lane])
+                if not handle.done:
+                    limits[handle.lane] = min(limits[handle.lane], handle.phase)
 
     def _leave_others(self) -> None:
         """End what `join_waits` began."""

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from grace.core.spec import Array, Ranks
 from grace.core.transport.collectives import Collective, Reduction, allgather, allreduce, alltoall, broadcast
@@ -51,15 +51,15 @@ class Transport(ABC):
     """Base of transports: collectives on flat buffers among `size` ranks.
 
     Every call returns at once. Collectives are matched by name, so that ranks may start them in any order, or if the
-    transport is `ordered`, by the order of the calls, which must then be the same on all ranks.
+    transport has `lanes`, by the order of the calls within each lane, which must then be the same on all ranks.
 
     A handle's `wait` ends with WaitError after `timeout` seconds, if the transport can do that;
     `grace.core.guards.waiting.wait_until` helps. The run sets `explain`, which returns in words what a collective of
     a name carries.
     """
 
-    #: True if ranks must start collectives in one order, by which they are matched.
-    ordered: ClassVar[bool] = False
+    #: The number of lanes, if ranks must start the collectives of a lane in one order; None if names match them.
+    lanes: int | None = None
     #: The number of this rank; -1 outside of the ranks that take part.
     rank: int
     #: The number of ranks.

@@ -73,6 +73,7 @@ class TorchDistributed(Library):
                 timeout=self.transport.timeout,
                 name=f"{self.transport.name}/dense/{self.transport.connections}",
                 store=self.transport.store,
+                lanes=1,
                 what=what,
             )
 

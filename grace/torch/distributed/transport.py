@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import socket
 import weakref
@@ -49,6 +50,7 @@ class ProcessGroupTransport(OrderedTransport):
         timeout: float = TIMEOUT,
         name: str | None = None,
         store: Any = None,
+        lanes: int = 2,
         what: str = "all ranks to make their transport, as grace.torch.DistributedOptimizer() does",
     ) -> None:
         super().__init__()
@@ -59,9 +61,12 @@ class ProcessGroupTransport(OrderedTransport):
             raise ConfigError("this process is not in the process group; call it only on the ranks of the group.")
         self.group = group.group_name
         self._on_gpu = "cuda:nccl" in dist.get_backend_config(group).split(",")
+        # Collectives of NCCL that run at the same time may lock each other.
+        self.lanes = 1 if self._on_gpu else lanes
         self.local_size = _local_size() if self.size == dist.get_world_size() else 0
         self.name = name or f"grace/{self.group}/{_transports[self.group]}"
-        self._groups: dict[str, Any] = {}
+        # By use and lane.
+        self._groups: dict[tuple[str, int], Any] = {}
         #: How often the ranks have connected, or have failed to; equal on all of them when they are connected.
         self.connections = 0
         self._helper: Helper | None = None
@@ -106,13 +111,12 @@ class ProcessGroupTransport(OrderedTransport):
             store = self._rendezvous(what)
             # Own limits end waits. These connections need only a longer one.
             limit = timedelta(seconds=2 * self.timeout + 60)
-            for use in ("headers", "cpu", "back"):
-                self._groups[use] = dist.ProcessGroupGloo(dist.PrefixStore(use, store), self.rank, self.size, limit)
-            self._groups["cuda"] = self._groups["cpu"]
+            for use, lane in itertools.product(("headers", "cpu", "back"), range(self.lanes)):
+                place = dist.PrefixStore(f"{use}/{lane}", store)
+                self._groups[use, lane] = dist.ProcessGroupGloo(place, self.rank, self.size, limit)
             if self._on_gpu:
-                self._groups["cuda"] = dist.ProcessGroupNCCL(
-                    dist.PrefixStore("cuda", store), self.rank, self.size, limit
-                )
+                place = dist.PrefixStore("cuda", store)
+                self._groups["cuda", 0] = dist.ProcessGroupNCCL(place, self.rank, self.size, limit)
         except Exception as error:
             self._groups = {}
             raise self._failed(error, lambda: what) from None
@@ -185,29 +189,29 @@ class ProcessGroupTransport(OrderedTransport):
 
     # --- the phases of collectives ----------------------------------------------------------------------------------
 
-    def _exchange(self, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
+    def _exchange(self, lane: int, header: bytes) -> Generator[Callable[[], bool], None, list[bytes]]:
         # Gloo's allgather is a ring, in which a header would wait for all ranks before it.
         mine = torch.frombuffer(bytearray(header * self.size), dtype=torch.uint8)
         headers = torch.empty_like(mine)
-        yield self._done(self._groups["headers"].alltoall_base(headers, mine, [], []))
+        yield self._done(self._groups["headers", lane].alltoall_base(headers, mine, [], []))
         joined = headers.numpy().tobytes()
         return [joined[i : i + len(header)] for i in range(0, len(joined), len(header))]
 
-    def _reduce(self, x: torch.Tensor, op: Reduction) -> Phases:
+    def _reduce(self, lane: int, x: torch.Tensor, op: Reduction) -> Phases:
         if len(x):
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-            yield self._done(self._groups[x.device.type].allreduce([x], options))
+            yield self._done(self._groups[x.device.type, lane].allreduce([x], options))
         return x
 
-    def _gather(self, x: torch.Tensor, lengths: Sequence[int], equal: bool) -> Phases:
+    def _gather(self, lane: int, x: torch.Tensor, lengths: Sequence[int], equal: bool) -> Phases:
         most = max(lengths)
         if self.size == 2 and x.device.type == "cpu":
             # Gloo's allgather needs equal lengths, and copies what it has received.
             other = 1 - self.rank
             sent, received, theirs = [0, 0], [0, 0], x.new_empty(lengths[other])
             sent[other], received[other] = len(x), len(theirs)
-            yield from self._move(x, theirs, sent, received, most)
+            yield from self._move(lane, x, theirs, sent, received, most)
             both = [x, theirs] if self.rank == 0 else [theirs, x]
             return both if equal else torch.cat(both)
         if not most:
@@ -215,19 +219,19 @@ class ProcessGroupTransport(OrderedTransport):
         # All ranks must send equally much. Padding by nothing would copy.
         padded = x if len(x) == most else torch.nn.functional.pad(x, (0, most - len(x)))
         result = x.new_empty(self.size * most)
-        yield self._done(self._groups[x.device.type].allgather([list(result.split(most))], [padded]))
+        yield self._done(self._groups[x.device.type, lane].allgather([list(result.split(most))], [padded]))
         if min(lengths) == most:
             return result
         return torch.cat([row[:n] for row, n in zip(result.split(most), lengths, strict=True)])
 
-    def _trade(self, x: torch.Tensor, lengths: Sequence[Sequence[int]]) -> Phases:
+    def _trade(self, lane: int, x: torch.Tensor, lengths: Sequence[Sequence[int]]) -> Phases:
         sent, received = lengths[self.rank], [row[self.rank] for row in lengths]
         result = x.new_empty(sum(received))
-        yield from self._move(x, result, sent, received, max(map(max, lengths)))
+        yield from self._move(lane, x, result, sent, received, max(map(max, lengths)))
         return result
 
     def _move(
-        self, x: torch.Tensor, result: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int
+        self, lane: int, x: torch.Tensor, result: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int
     ) -> Generator[Callable[[], bool], None, None]:
         """Send the pieces of x to their ranks, and write what arrives to `result`, in rank order.
 
@@ -238,7 +242,7 @@ class ProcessGroupTransport(OrderedTransport):
         if not most:
             return
         if x.device.type != "cpu" or most * x.element_size() <= _SHORT_BYTES:
-            yield self._done(self._groups[x.device.type].alltoall_base(result, x, list(received), list(sent)))
+            yield self._done(self._groups[x.device.type, lane].alltoall_base(result, x, list(received), list(sent)))
             return
         rank, none = self.rank, [0] * self.size
         to_lower, own, to_higher = x.split([sum(sent[:rank]), sent[rank], sum(sent[rank + 1 :])])
@@ -246,8 +250,8 @@ class ProcessGroupTransport(OrderedTransport):
         up = [*received[:rank], *none[rank:]], [*none[: rank + 1], *sent[rank + 1 :]]
         back = [*none[: rank + 1], *received[rank + 1 :]], [*sent[:rank], *none[rank:]]
         works = [
-            self._groups["cpu"].alltoall_base(from_lower, to_higher, *up),
-            self._groups["back"].alltoall_base(from_higher, to_lower, *back),
+            self._groups["cpu", lane].alltoall_base(from_lower, to_higher, *up),
+            self._groups["back", lane].alltoall_base(from_higher, to_lower, *back),
         ]
         kept.copy_(own)
         yield self._done(*works)
@@ -255,12 +259,12 @@ class ProcessGroupTransport(OrderedTransport):
     def _join(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(xs))
 
-    def _spread(self, x: torch.Tensor, root: int) -> Phases:
+    def _spread(self, lane: int, x: torch.Tensor, root: int) -> Phases:
         result = x if self.rank == root else torch.empty_like(x)
         if len(x):
             options = dist.BroadcastOptions()
             options.rootRank = root
-            yield self._done(self._groups[x.device.type].broadcast([result], options))
+            yield self._done(self._groups[x.device.type, lane].broadcast([result], options))
         return result
 
     def _done(self, *works: Any) -> Callable[[], bool]:
@@ -309,7 +313,7 @@ def _local_size() -> int:
     return known_local_size(*found) if len(found) == len(names) else 0
 
 
-def _free(groups: dict[str, Any], works: list[Any]) -> None:
+def _free(groups: dict[tuple[str, int], Any], works: list[Any]) -> None:
     """Free groups, and so end their threads: one that drops a tensor while Python exits would abort the process.
 
     Groups with work that may not complete are never freed: freeing one waits for it, and Gloo cannot abort it.

@@ -204,13 +204,13 @@ class HorovodTransport(HandshakeTransport):
 
 def _call(collective: Collective) -> dict[str, Any]:
     """Return what another rank needs to start the same collective, with buffers that need not be as long."""
-    kind, (x, *_), op, root, equal = collective
+    x = collective.buffers[0]
     return {
-        "kind": kind,
+        "kind": collective.kind,
         "lengths": [part.numel() for part in collective.buffers],
         "dtype": str(x.dtype).removeprefix("torch."),
         "device": x.device.type,
-        "op": op,
-        "root": root,
-        "equal": equal,
+        "op": collective.op,
+        "root": collective.root,
+        "equal": collective.equal,
     }
