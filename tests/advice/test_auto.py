@@ -37,7 +37,7 @@ ADAM, SGD = Optimizer("AdamW", 0.9, True), Optimizer("SGD", 0.9, False)
 @pytest.fixture(autouse=True)
 def no_overhead(monkeypatch):
     """Give simulations a transport, as other exchanges have one, which takes no time of the processor."""
-    monkeypatch.setattr(grace.Simulation, "transport", types.SimpleNamespace(ordered=False), raising=False)
+    monkeypatch.setattr(grace.Simulation, "transport", types.SimpleNamespace(lanes=None), raising=False)
     monkeypatch.setattr(advise, "OVERHEAD", Overhead())
 
 
