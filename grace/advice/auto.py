@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
@@ -31,9 +32,10 @@ class Auto(Watch):
     """The choice of `compressor = "auto"`: equal on all ranks, made in the same step, because all count alike.
 
     It begins without compression and measures some steps, the link, and the codecs of candidates. It takes the gentlest
-    configuration near the fastest one of no or low risk, measures it as well, and goes back if `none` was faster. Then
-    it compares the steps with the measured ones. If they differ, or now and then, it looks at the link, and decides
-    again if that or the steps have changed.
+    configuration near the fastest one of no or low risk, measures it as well, and goes back if it gains less than the
+    times of steps vary. If it gains little, it measures `none` once more, because the first steps of a job are slower
+    than later ones. Then it compares the steps with the measured ones. If they differ, or now and then, it looks at the
+    link, and decides again if that or the steps have changed.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -43,10 +45,12 @@ class Auto(Watch):
         self._label: str | None = None
         # Seconds of steps with candidates over the link of now, as far as they were measured.
         self._known: dict[str, float] = {}
-        # The choice is measured next.
-        self._on_trial = False
+        # The choice is measured next; `_again` if that is `none` once more.
+        self._on_trial = self._again = False
         self._reference, self._looks, self._patience = 0.0, 0, _LOOKS
         self._why, self._since = "the first steps are measured", 0
+        # What the user was told last.
+        self._told: str | None = None
 
     def stats(self) -> dict[str, Any]:
         """Return the choice, why, since which step, the seconds of steps by candidate, and the link."""
@@ -93,17 +97,26 @@ class Auto(Watch):
         self._reference = self._known.get(advice.best, 0.0)
 
     def _judge(self) -> None:
-        """Keep the choice that was measured, or return to `none` if that is faster."""
+        """Keep the choice that was measured, or return to `none` if it gains less than the times of steps vary."""
         assert self._figures is not None
         assert self._label is not None
-        self._known[self._label] = self._everyones_period()
-        rows = self._figures.advice(self._figures.link, self._known).rows
-        best = best_of(row for row in rows if row.label in (*self._known, NONE))
-        if best != self._label:
+        label, seconds = self._label, self._everyones_period()
+        self._known[label] = seconds
+        rows = {row.label: row for row in self._figures.advice(self._figures.link, self._known).rows}
+        best = best_of(row for row in rows.values() if row.label in (*self._known, NONE))
+        pays = best != NONE and gains(rows[NONE].seconds, rows[best].seconds, self._mean(_spread(self.periods)))
+        why, again = f"steps with {label} took {seconds * 1e3:.4g} ms", pays is None and best == label
+        if again:
+            self._known.pop(NONE, None)
+            why = f"{why}, and those without compression are measured once more"
+        if again or pays is False:
+            best = NONE
+        if best != label and not (again or self._again):
             # A link whose times vary must not cost a trial at every look.
             self._patience *= 2
-            slower, seconds = self._label, self._known[self._label]
-            self._take(best, f"steps with {slower} took {seconds * 1e3:.4g} ms")
+        self._again = again
+        if best != label:
+            self._take(best, why)
         self._on_trial = best not in self._known
         self._reference = self._known.get(best, 0.0)
 
@@ -165,5 +178,19 @@ class Auto(Watch):
         if label != self._label:
             exchange._change(changes(has_nodes(exchange))[label], auto=True)
             self._label, self._since = label, int(exchange.run.step)
-        if exchange._speaks:
+        if exchange._speaks and label != self._told:
             say(f"grace: auto takes {label} from step {int(exchange.run.step)}. {why}")
+        self._told = label
+
+
+def gains(none: float, seconds: float, spread: float) -> bool | None:
+    """Return whether steps are shorter than those of `none` by more than their times vary; None if only a little."""
+    if none - seconds < spread:
+        return False
+    return True if none >= _STEP_CHANGED * seconds else None
+
+
+def _spread(seconds: Collection[float]) -> float:
+    """Return by how much the middle half of some times differ."""
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return high - low

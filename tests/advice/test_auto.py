@@ -137,6 +137,25 @@ def test_auto_returns_to_no_compression_if_that_was_faster(monkeypatch):
     assert job.auto.stats()["why"].startswith(f"steps with {first} took 10")
 
 
+@pytest.mark.parametrize(("cold", "gain", "spread"), [(1.1, 1.0, 0.0), (1.0, 1.1, 0.05), (1.0, 1.1, 0.2)])
+def test_auto_measures_no_compression_again_if_a_choice_gains_little(cold, gain, spread, monkeypatch):
+    """The first steps of a job may be slower than later ones, which must not look like a gain, and so may others."""
+    job = Job(monkeypatch, SLOW)
+    job.figures.period = job.figures.seconds("none", SLOW)
+    dense = job.figures.period / cold
+    varied = itertools.cycle([1 - spread / 2, 1.0, 1 + spread / 2])
+    monkeypatch.setattr(
+        job.true, "seconds", lambda label, link: dense / (1 if label == "none" else gain) * next(varied)
+    )
+    while job.label == "none":
+        job.train(1, exchanges=False)
+    chosen = job.label
+    job.train(60, exchanges=False)
+    taken = [method for method, _ in itertools.groupby(job.methods)]
+    assert taken == ["none", chosen, "none", *([chosen] if gain > 1 + spread else [])]
+    assert job.auto.stats()["step_seconds"] == pytest.approx({chosen: dense / gain, "none": dense})
+
+
 def test_longer_steps_over_the_same_link_are_no_reason_to_change(monkeypatch):
     job = Job(monkeypatch)
     job.train(30)

@@ -616,6 +616,7 @@ def chosen_by_auto() -> dict[str, Any]:
     with (
         mock.patch("grace.advice.advise.best_of", return_value="qsgd"),
         mock.patch("grace.advice.auto.best_of", return_value="qsgd"),
+        mock.patch("grace.advice.auto.gains", return_value=True),
     ):
         exchange = grace.torch.register(model, compressor="auto", **EVERYTHING)
         methods = []

@@ -270,6 +270,7 @@ def resumed_with_auto() -> dict[str, Any]:
         with (
             mock.patch("grace.advice.advise.best_of", return_value=choice),
             mock.patch("grace.advice.auto.best_of", return_value=choice),
+            mock.patch("grace.advice.auto.gains", return_value=True),
             mock.patch.object(probe, "SECONDS", 0.005),
         ):
             for _ in range(40):

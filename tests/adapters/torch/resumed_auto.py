@@ -120,6 +120,7 @@ def preferring(label: str) -> Iterator[None]:
     with (
         mock.patch("grace.advice.advise.best_of", return_value=label),
         mock.patch("grace.advice.auto.best_of", return_value=label),
+        mock.patch("grace.advice.auto.gains", return_value=True),
         mock.patch.object(probe, "SECONDS", 0.005),
     ):
         yield
