@@ -37,6 +37,7 @@ def main() -> None:
     members = {3: [[0, 1]], 4: [[0, 2], [1, 3], [0, 2, 3]]}.get(world, [])
     PROCESS_SETS[:] = map(hvd.ProcessSet, members)
     hvd.init(process_sets=PROCESS_SETS)
+    rank.let_gloo_give_way()
     # Graphs and models of one scenario must neither fill the memory of the next nor number its layers.
     rank.serve(hvd.rank(), _MODULES, after=keras.utils.clear_session)
     hvd.shutdown()

@@ -60,6 +60,7 @@ def main() -> None:
     # Even ranks, odd ranks, and a number that is not a power of two.
     groups = [[0, 2], [1, 3], [0, 2, 3]] if world == 4 else []
     launched.start(groups, torchrun="TORCHELASTIC_RUN_ID" in os.environ)
+    rank.let_gloo_give_way()
     if not launched.by_torchrun():
         sleep_while_waiting()
     modules = (
