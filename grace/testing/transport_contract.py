@@ -10,6 +10,7 @@ import pytest
 
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
+from grace.core.transport import collectives
 from grace.core.transport.transport import Transport
 from grace.testing.harness import array, host, same
 
@@ -87,6 +88,45 @@ class TransportContract:
             ]
             for handle in handles:
                 assert same(host(ops, handle.wait()), host(ops, _row(ops, root, 33))), name
+
+    def test_announced_step(self, transports: Sequence[Transport], ops: ArrayOps) -> None:
+        """Its collectives may be of lengths that all ranks know, of others, and of several rounds."""
+        size = transports[0].size
+        for length in (7, 1_600_001):
+            for t in transports:
+                t.announce(f"plan {length}", f"announced_{length}")
+            # What rank j receives from each rank is longer by j.
+            traded = [
+                [collectives.alltoall([_row(ops, 10 * t.rank + to, length + to) for to in range(size)], equal=True)]
+                for t in transports
+            ]
+            others = [
+                [
+                    collectives.allgather(_row(ops, t.rank, length), equal=True),
+                    collectives.allgather(_row(ops, t.rank, length + t.rank)),
+                    collectives.allreduce(self._given(ops, t.rank, length, "float32")),
+                ]
+                for t in transports
+            ]
+            handles = [
+                [
+                    t.start(each._replace(round=number), f"announced_{length}/{number}.{i}")
+                    for number, mine in enumerate(rounds)
+                    for i, each in enumerate(mine)
+                ]
+                for t, *rounds in zip(transports, traded, others, strict=True)
+            ]
+            for t, (trade, equal, other, total) in zip(transports, handles, strict=True):
+                rows = [_row(ops, 10 * rank + t.rank, length + t.rank) for rank in range(size)]
+                assert same(host(ops, trade.wait()), np.concatenate([host(ops, row) for row in rows])), length
+                gathered = equal.wait()
+                parts = gathered if isinstance(gathered, list) else [gathered]
+                rows = [host(ops, _row(ops, rank, length)) for rank in range(size)]
+                assert same(np.concatenate([host(ops, part) for part in parts]), np.concatenate(rows)), length
+                rows = [host(ops, _row(ops, rank, length + rank)) for rank in range(size)]
+                assert same(host(ops, other.wait()), np.concatenate(rows)), length
+                given = [host(ops, self._given(ops, rank, length, "float32")) for rank in range(size)]
+                assert (host(ops, total.wait()) == np.sum(given, 0)).all(), length
 
     def test_collectives_of_one_name_do_not_mix(self, transports: Sequence[Transport], ops: ArrayOps) -> None:
         """Several are under way at a time, and a name comes again in the next step."""

@@ -47,7 +47,7 @@ class _InLanes(SimulatedTransport):
         self._delays, self._rng = delays, np.random.default_rng(rank)
 
     def start(self, collective, name):
-        self.order[min(collective.lane, self.lanes - 1)].append(name)
+        self.order[min(collective.round, self.lanes - 1)].append(name)
         with self._network.lock:
             return _Slow(super().start(collective, name), self._network, self._rng.choice(self._delays))
 

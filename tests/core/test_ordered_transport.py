@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grace.core.errors import MismatchError, WaitError
+from grace.core.transport.collectives import allgather
 from grace.core.transport.ordered import OrderedTransport
 
 
@@ -114,3 +115,36 @@ def test_a_wait_ends_in_time():
     transport = Transport()
     with pytest.raises(WaitError):
         transport.allgather(X, name="a").wait()
+
+
+def test_collectives_of_an_announced_step_need_no_header_of_their_own():
+    transport = Transport()
+    transport.announce("0123", "bucket")
+    first = transport.start(allgather(X, equal=True)._replace(round=0), "bucket/0.0")
+    # Its lengths depend on the data.
+    second = transport.start(allgather(X)._replace(round=0), "bucket/0.1")
+    assert len(transport.tests) == 2
+    transport.done(0)
+    transport.advance()
+    assert len(transport.tests) == 3
+    transport.done(2)
+    transport.advance()
+    assert (first.done, second.done) == (True, False)
+    transport.done(1)
+    transport.advance()
+    transport.done(3)
+    assert np.array_equal(second.wait(), [*X, *X])
+    # In another lane nothing is before it.
+    transport.start(allgather(X, equal=True)._replace(round=1), "bucket/1.0")
+    assert len(transport.tests) == 5
+
+
+def test_ranks_that_announce_other_steps_exchange_no_data():
+    transport = Transport()
+    transport.announce("0123", "bucket")
+    handle = transport.start(allgather(X, equal=True)._replace(round=0), "bucket/0.0")
+    transport.foreign = bytes(200)
+    transport.done(0)
+    with pytest.raises(MismatchError, match="rank 0 started a step from 'bucket' on, with the plan 0123, but rank 1"):
+        handle.wait()
+    assert len(transport.tests) == 1

@@ -81,5 +81,6 @@ def _scatter(to_owners: Sequence[GatherLayout], bucket: BucketStep) -> Program[R
         )
         for owner, layout in enumerate(to_owners)
     ]
-    (data,) = yield [collectives.alltoall(buffers)]
+    fixed = all(layout.fixed for layout in to_owners)
+    (data,) = yield [collectives.alltoall(buffers, equal=fixed)]
     return to_owners[bucket.rank].decode(bucket.ops, data, bucket.size, bucket.stamp)

@@ -176,7 +176,8 @@ def _two_shots(
 ) -> Program[Received]:
     """Run both shots; `owned` holds the indices of each owner's units in the bucket."""
     ops, stamp = bucket.ops, bucket.stamp
-    (data,) = yield [collectives.alltoall(encode_shards(first, owned, bucket))]
+    fixed = all(layout.fixed for layout in first)
+    (data,) = yield [collectives.alltoall(encode_shards(first, owned, bucket), equal=fixed)]
     arrived = first[bucket.rank].decode(ops, data, bucket.size, stamp)
     onward = []
     for i, theirs, bad in zip(owned[bucket.rank], arrived.payloads, arrived.flags, strict=True):

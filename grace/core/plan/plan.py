@@ -79,6 +79,22 @@ class Plan:
         return any(unit.onward is not None for unit in self.units)
 
     @cached_property
+    def digest(self) -> str:
+        """A digest of the buckets and units, from which kinds and lengths of all collectives of fixed length follow."""
+        buckets = [
+            (
+                bucket.name,
+                bucket.nbytes,
+                [
+                    (unit.spec.name, unit.spec.dtype, type(unit.compressor).__name__, type(unit.communicator).__name__)
+                    for unit in bucket.units
+                ],
+            )
+            for bucket in self.buckets
+        ]
+        return hashlib.blake2b(repr(buckets).encode(), digest_size=8).hexdigest()
+
+    @cached_property
     def stateful(self) -> dict[str, Unit]:
         """Everything that has states, by name: the units, and those with which their means are sent on."""
         onward = (other for unit in self.units for other in unit.chain)

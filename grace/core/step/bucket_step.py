@@ -94,8 +94,9 @@ class BucketStep:
             self.received = end.value
             return False
         number = self.started
-        in_lane = (c._replace(lane=number) for c in collectives)
-        self._handles = [transport.start(c, f"{name}/{number}.{i}") for i, c in enumerate(in_lane)]
+        self._handles = [
+            transport.start(c._replace(round=number), f"{name}/{number}.{i}") for i, c in enumerate(collectives)
+        ]
         self.started += 1
         for c in collectives:
             sent = sum(self.ops.length(x) * ITEMSIZE[self.ops.dtype(x)] for x in c.sent_by(self.rank))

@@ -191,6 +191,8 @@ class Step:
         self.check_reference(item, reference)
         if "reference" in item.memory.needs and reference is not None:
             others = {unit.spec.name: flat for unit, flat in self._references.add(name, [reference])}
+        if not self._incoming.names:
+            self._transport.announce(self.plan.digest, self.plan.buckets[0].name)
         self._times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
             if "norm" in unit.memory.needs:
@@ -244,7 +246,9 @@ class Step:
             position = {each.spec.name: i for i, each in enumerate(bucket.units)}
             under_way.steps.sort(key=lambda step: position[step.unit.spec.name])
             under_way.stamp = self._stamp(bucket)
-            self._start_rounds(later=self._polls(unit.spec.device))
+            self._start_rounds(later=False)
+            if self._polls(unit.spec.device):
+                self.poll()
 
     def _norm(self, gradients: Sequence[tuple[Unit, Array]]) -> Array:
         """Return the norm of the gradients of all units together, as a 0-d float64 array."""

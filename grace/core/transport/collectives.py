@@ -19,9 +19,10 @@ T = TypeVar("T")
 class Collective(NamedTuple):
     """One collective on flat buffers; its result is one flat buffer.
 
-    `buffers` holds one buffer per receiver for an alltoall, else one. `equal` says that all buffers of an allgather
-    have one length; its result may then be a list of the buffers, because joining them would copy. `lane` is that in
-    which a transport with lanes starts it, or the last one if there are fewer.
+    `buffers` holds one buffer per receiver for an alltoall, else one. `equal` says that the lengths of all ranks follow
+    from those of one: all buffers of an allgather have one length, and those of an alltoall depend on the receiver
+    only. The result of an allgather may then be a list of the buffers, because joining them would copy. `round` is the
+    number of the round of a bucket to which the collective belongs, in a step that was announced to the transport.
     """
 
     kind: Kind
@@ -29,7 +30,7 @@ class Collective(NamedTuple):
     op: Reduction = "sum"
     root: int = 0
     equal: bool = False
-    lane: int = 0
+    round: int | None = None
 
     def sent_by(self, rank: int) -> tuple[Array, ...]:
         """Return the buffers that leave a rank, each counted once however many ranks receive it."""
@@ -68,9 +69,12 @@ def allgather(x: Array, *, equal: bool = False) -> Collective:
     return Collective("allgather", (x,), equal=equal)
 
 
-def alltoall(xs: Sequence[Array]) -> Collective:
-    """Return the collective that sends xs[i] to rank i and joins what arrives, in rank order."""
-    return Collective("alltoall", tuple(xs))
+def alltoall(xs: Sequence[Array], *, equal: bool = False) -> Collective:
+    """Return the collective that sends xs[i] to rank i and joins what arrives, in rank order.
+
+    With `equal`, the lengths depend on the receiver only.
+    """
+    return Collective("alltoall", tuple(xs), equal=equal)
 
 
 def broadcast(x: Array, root: int) -> Collective:

@@ -61,6 +61,11 @@ class _Collective(Handle):
         return self.done
 
 
+def _nothing(_: list[tuple[int, ...]]) -> Phases:
+    yield from ()
+    return None
+
+
 def never_free(kept: Sequence[Any]) -> None:
     """Keep objects beyond the end of Python: a library uses their memory, or would wait if they were freed."""
     for each in kept:
@@ -71,10 +76,12 @@ class OrderedTransport(HandshakeTransport):
     """Base of transports whose ranks must start all collectives of a lane in the same order.
 
     Before each collective the ranks exchange headers that describe it; if they differ, every rank raises MismatchError
-    and no data move. Headers and data of each lane need channels of their own, such as communicators: within each, all
-    ranks follow the order of starting, and a rank that is behind may still exchange headers. A collective advances
-    during calls of the transport, and in between if the library calls `advance` from a thread of its own. `join_waits`
-    is for ranks that use several transports in a step.
+    and no data move. One header stands for all collectives of a step whose lengths follow from the plan: it is sent
+    when the step is announced, with its first gradient, and data need not wait for others. Headers and data of each
+    lane need channels of their own, such as communicators: within each, all ranks follow the order of starting, and a
+    rank that is behind may still exchange headers. A collective advances during calls of the transport, and in between
+    if the library calls `advance` from a thread of its own. `join_waits` is for ranks that use several transports in a
+    step.
     """
 
     lanes: int = 2
@@ -126,10 +133,13 @@ class OrderedTransport(HandshakeTransport):
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
+    def announce(self, text: str, name: str) -> None:
+        if self.size > 1:
+            text = f"a step from '{name}' on, with the plan {text}"
+            self._follow(lambda: self.explain(name), self._checked(0, text, (), _nothing), 0)
+
     def _start(self, collective: Collective, name: str) -> Handle:
-        if self._failure is not None:
-            raise self._failure
-        kind, lane = collective.kind, min(collective.lane, self.lanes - 1)
+        kind, lane = collective.kind, min(collective.round or 0, self.lanes - 1)
         lengths = [len(x) for x in collective.buffers]
         x = self._join(collective.buffers) if kind == "alltoall" else collective.buffers[0]
         described, alike = f"{kind} {x.dtype}", ""
@@ -151,11 +161,23 @@ class OrderedTransport(HandshakeTransport):
         def what() -> str:
             return f"{self.explain(name)} ({described})"
 
-        phases = self._checked(lane, f"{described} '{name}'{alike}", lengths, body)
+        if collective.round is not None and (collective.equal or kind in ("allreduce", "broadcast")):
+            return self._follow(what, self._known(lengths, body), lane)
+        return self._follow(what, self._checked(lane, f"{described} '{name}'{alike}", lengths, body), lane)
+
+    def _follow(self, what: Callable[[], str], phases: Phases, lane: int) -> Handle:
+        """Start a collective, and take it through its phases from now on."""
+        if self._failure is not None:
+            raise self._failure
         handle = _Collective(what, phases, lane, self._until_done)
         self._pending.append(handle)
         self._progress()
         return handle
+
+    def _known(self, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
+        """Run the body of a collective whose lengths follow from those of this rank, without another header."""
+        yield lambda: True
+        return (yield from body([tuple(lengths)] * self.size))
 
     def _checked(
         self, lane: int, text: str, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]

@@ -75,6 +75,13 @@ class Transport(ABC):
         """The number of ranks, in all and on each node."""
         return Ranks(self.size, self.local_size)
 
+    def announce(self, text: str, name: str) -> None:
+        """Note that a step begins, whose collectives a text describes, equal on all ranks; they have a `round`.
+
+        A transport with lanes compares the texts, and need then not compare those collectives.
+        """
+        return
+
     def advance(self) -> None:
         """Let collectives that are under way go on, without waiting; most libraries do it by themselves."""
         return

@@ -280,8 +280,8 @@ class ProcessGroupTransport(OrderedTransport):
 
         return done
 
-    def _start(self, *given: Any, **options: Any) -> Handle:
-        handle = super()._start(*given, **options)
+    def _follow(self, what: Callable[[], str], phases: Phases, lane: int) -> Handle:
+        handle = super()._follow(what, phases, lane)
         # Data of a GPU belong to the stream of the thread that trains.
         if self._helper is not None and not self._on_gpu:
             self._helper.wake()
