@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from grace.core.communicators.allgather import Allgather
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.methods.communicator import Route
@@ -138,6 +140,15 @@ class SendsAllToTheSame(_Deviating):
 
     def deviant(self, rows):
         return self._ops.concat([row[0] for row in rows])
+
+
+@breaks("test_announced_step")
+class TakesItsOwnLengthsForThoseOfAll(_Deviating):
+    kind = "allgather"
+
+    def deviant(self, rows):
+        length = len(rows[self.rank][0])
+        return self._ops.concat([np.resize(x, length) for (x,) in rows])
 
 
 @breaks("test_broadcast")
