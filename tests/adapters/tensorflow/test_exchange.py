@@ -327,7 +327,7 @@ def test_the_transport_keeps_its_contract(launch):
     """Eagerly and in graphs, among all ranks and in process sets of some of them."""
     for rank in scenario("transport_contract", launch):
         assert len(rank) >= 2
-        assert all(len(ran) == 5 for ran in rank.values())
+        assert all("test_announced_step" in ran for ran in rank.values())
 
 
 @on(GLOO_2, GLOO_4)
