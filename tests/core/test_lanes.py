@@ -11,7 +11,7 @@ import pytest
 
 import grace
 from grace.core.ops import get_ops
-from grace.core.plan.plan import Modules, make_plans
+from grace.core.plan.plan import Modules, make_plan, make_plans
 from grace.core.session.simulation import SimulatedTransport, _Network
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.run import Run
@@ -137,3 +137,24 @@ def test_a_step_that_is_not_the_first_leaves_later_rounds_to_its_end():
         run.poll()
         assert len(run.transport.order[0]) == 6
         assert len(run.transport.order[1]) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compressor": "blockwise"},
+        {"quantum_num": 7},
+        {"communicator": "allgather"},
+        {"coding": "huffman"},
+        {"bucket_bytes": 1},
+        {"rules": [{"match": "a", "compressor": "none"}]},
+    ],
+)
+def test_ranks_with_plans_that_send_other_lengths_announce_other_steps(other):
+    def digest(config):
+        specs = [TensorSpec(*item) for item in SPECS.items()]
+        return make_plan(specs, grace.make_config(config), ranks=Ranks(2)).digest
+
+    config = {**CONFIGS["two rounds"], "default_rules": False}
+    assert digest(config) == digest(config)
+    assert digest(config) != digest({**config, **other})

@@ -85,6 +85,7 @@ class Plan:
             (
                 bucket.name,
                 bucket.nbytes,
+                bucket.route.fixed,
                 [
                     (unit.spec.name, unit.spec.dtype, type(unit.compressor).__name__, type(unit.communicator).__name__)
                     for unit in bucket.units

@@ -197,11 +197,14 @@ class ProcessGroupTransport(OrderedTransport):
         joined = headers.numpy().tobytes()
         return [joined[i : i + len(header)] for i in range(0, len(joined), len(header))]
 
+    def _of_data(self, x: torch.Tensor, lane: int) -> Any:
+        return self._groups["cuda" if self._on_gpu and x.is_cuda else "cpu", lane]
+
     def _reduce(self, lane: int, x: torch.Tensor, op: Reduction) -> Phases:
         if len(x):
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-            yield self._done(self._groups[x.device.type, lane].allreduce([x], options))
+            yield self._done(self._of_data(x, lane).allreduce([x], options))
         return x
 
     def _gather(self, lane: int, x: torch.Tensor, lengths: Sequence[int], equal: bool) -> Phases:
@@ -219,7 +222,7 @@ class ProcessGroupTransport(OrderedTransport):
         # All ranks must send equally much. Padding by nothing would copy.
         padded = x if len(x) == most else torch.nn.functional.pad(x, (0, most - len(x)))
         result = x.new_empty(self.size * most)
-        yield self._done(self._groups[x.device.type, lane].allgather([list(result.split(most))], [padded]))
+        yield self._done(self._of_data(x, lane).allgather([list(result.split(most))], [padded]))
         if min(lengths) == most:
             return result
         return torch.cat([row[:n] for row, n in zip(result.split(most), lengths, strict=True)])
@@ -242,7 +245,7 @@ class ProcessGroupTransport(OrderedTransport):
         if not most:
             return
         if x.device.type != "cpu" or most * x.element_size() <= _SHORT_BYTES:
-            yield self._done(self._groups[x.device.type, lane].alltoall_base(result, x, list(received), list(sent)))
+            yield self._done(self._of_data(x, lane).alltoall_base(result, x, list(received), list(sent)))
             return
         rank, none = self.rank, [0] * self.size
         to_lower, own, to_higher = x.split([sum(sent[:rank]), sent[rank], sum(sent[rank + 1 :])])
@@ -264,7 +267,7 @@ class ProcessGroupTransport(OrderedTransport):
         if len(x):
             options = dist.BroadcastOptions()
             options.rootRank = root
-            yield self._done(self._groups[x.device.type, lane].broadcast([result], options))
+            yield self._done(self._of_data(x, lane).broadcast([result], options))
         return result
 
     def _done(self, *works: Any) -> Callable[[], bool]:
