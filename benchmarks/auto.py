@@ -10,6 +10,7 @@ shows the noise, and one with "auto" on DDP. All that "auto" measures and tries 
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -122,7 +123,8 @@ def main():
             os.remove(part)
             print(tables.printed(COLUMNS, rows), flush=True)
     what = f"Steps with `auto` beside plain DDP, in turns on {RANKS} ranks"
-    tables.write(given.file, what, COLUMNS, rows)
+    command = shlex.join(["python", "benchmarks/auto.py", *sys.argv[1:]])
+    tables.write(given.file, what, COLUMNS, rows, commands=[command])
 
 
 if __name__ == "__main__":
