@@ -241,7 +241,7 @@ def taken_in_pass(step: Step, machine: Machine) -> list[tuple[float, float]]:
 
 
 class _Run:
-    """The state of a simulated rank: its clock, the queue of its link, and rounds under way by their arrival."""
+    """The state of a simulated rank: its clock, the queue of its link, and the rounds under way."""
 
     def __init__(self, machine: Machine, overhead: Overhead, slower: float, lanes: int | None) -> None:
         self._machine, self._overhead, self._slower = machine, overhead, slower

@@ -140,12 +140,8 @@ class MPITransport(OrderedTransport):
         return [row.tobytes() for row in headers]
 
     def _reduce(self, lane: int, x: Array, op: Reduction) -> Phases:
-        result = np.empty_like(x)
-        yield (
-            self._comms[2 * lane + 1]
-            .Iallreduce(np.ascontiguousarray(x), result, MPI.SUM if op == "sum" else MPI.MAX)
-            .Test
-        )
+        result, how = np.empty_like(x), MPI.SUM if op == "sum" else MPI.MAX
+        yield self._comms[2 * lane + 1].Iallreduce(np.ascontiguousarray(x), result, how).Test
         return result
 
     def _gather(self, lane: int, x: Array, lengths: Sequence[int], equal: bool) -> Phases:
