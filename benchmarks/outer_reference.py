@@ -113,15 +113,16 @@ def main():
     parser.add_argument("path", help="the file of results")
     parser.add_argument("--steps", type=int, nargs="+", default=outer.STEPS[:1])
     parser.add_argument("--seeds", type=int, nargs="+", default=outer.SEEDS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     arguments = parser.parse_args()
     rows = []
     if os.path.exists(arguments.path):
         with open(arguments.path, encoding="utf-8") as file:
             rows = json.load(file)["rows"]
     done = {(row["method"], row["steps"], row["seed"]) for row in rows}
-    for steps, seed, (method, make) in itertools.product(arguments.steps, arguments.seeds, METHODS.items()):
+    for steps, seed, method in itertools.product(arguments.steps, arguments.seeds, arguments.methods):
         if (method, steps, seed) not in done:
-            loss = train(make, seed, steps, outer.Million())
+            loss = train(METHODS[method], seed, steps, outer.Million())
             rows.append({"method": method, "steps": steps, "seed": seed, "loss": round(loss, 4)})
             print(rows[-1], flush=True)
             what = "Validation loss of the recursions in plain PyTorch"
