@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -30,6 +32,8 @@ _HOST_BYTES, _PORT_BYTES = 256, 4
 _transports: collections.Counter[str] = collections.Counter()
 # If a rank sends another one more, the ranks trade by a collective for each direction.
 _SHORT_BYTES = 64 * 1024
+# How long a rank asks the store what the others wait for: it has no answer if the store's rank is gone.
+_ASK_S = 2.0
 
 
 class ProcessGroupTransport(OrderedTransport):
@@ -37,10 +41,11 @@ class ProcessGroupTransport(OrderedTransport):
 
     It has connections of its own, so it does not interfere with what the program exchanges at the same time. Headers
     and data on the CPU travel by Gloo. Data on a GPU travel by NCCL if the group uses NCCL for GPUs. A rank that waits
-    longer than `timeout` seconds raises WaitError, and so does one whose partner has ended. Data on the CPU start when
-    their headers have arrived, even while the program computes. `name` must differ between transports, and be equal on
-    all ranks; without it, the transports of a group are numbered. `what` says what the handshake is for. The rendezvous
-    is at `store`, or else at that of torch.distributed. Raises ConfigError outside of the group.
+    longer than `timeout` seconds raises WaitError, and so does one whose partner has ended. It says which other ranks
+    wait, and for what. Data on the CPU start when their headers have arrived, even while the program computes. `name`
+    must differ between transports, and be equal on all ranks; without it, the transports of a group are numbered.
+    `what` says what the handshake is for. The rendezvous is at `store`, or else at that of torch.distributed. Raises
+    ConfigError outside of the group.
     """
 
     def __init__(
@@ -303,10 +308,48 @@ class ProcessGroupTransport(OrderedTransport):
         return super()._failed(error, what)
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
+        told = []
+
+        def tell() -> str:
+            text = what()
+            told.append(self._asked(lambda: self._of_others(text)))
+            return text + (told[-1] or "")
+
         try:
-            super()._until(step, what)
+            super()._until(step, tell)
         except WaitError as error:
             raise self._failed(error, what) from None
+        if told:
+            self._asked(lambda: self.store.delete_key(self._place_of_wait(self.rank)))
+
+    def _place_of_wait(self, rank: int) -> str:
+        return f"{self.name}/{self.connections}/wait of rank {rank}"
+
+    def _of_others(self, text: str) -> str:
+        """Let the store keep what this rank waits for, and return in words what the other ranks wait for."""
+        self.store.set(self._place_of_wait(self.rank), text)
+        theirs: dict[str, list[str]] = {}
+        for rank in range(self.size):
+            place = self._place_of_wait(rank)
+            if rank != self.rank:
+                found = self.store.get(place).decode() if self.store.check([place]) else ""
+                theirs.setdefault(found, []).append(str(rank))
+        words = {text: "waiting for the same", "": "reported no wait"}
+        said = {words.get(found, f"waiting for {found}"): ranks for found, ranks in theirs.items()}
+        return "".join(f"; {found}: rank {', '.join(ranks)}" for found, ranks in said.items())
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """Return what `ask` gets from the store, or None if it gets nothing soon."""
+        answers: list[Any] = []
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                answers.append(ask())
+
+        thread = threading.Thread(target=run, name="grace", daemon=True)
+        thread.start()
+        thread.join(_ASK_S)
+        return answers[0] if answers else None
 
 
 def _local_size() -> int:

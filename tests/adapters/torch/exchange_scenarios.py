@@ -229,6 +229,18 @@ def data_without_calls() -> list[bool]:
     return [*found, all(torch.equal(handle.wait(), torch.cat(parts)) for handle in handles)]
 
 
+def missing_rank() -> str:
+    """Wait for the last rank, which does not come, in vain: rank 0 in one collective, the others in another one."""
+    transport, turns = ProcessGroupTransport(timeout=2), dist.new_group()
+    dist.barrier(turns)
+    told = ""
+    if my_rank() < world_size() - 1:
+        name = "one" if my_rank() == 0 else "other"
+        told = outcome(lambda: transport.allreduce(torch.ones(1), op="sum", name=name).wait())
+    dist.barrier(turns)
+    return told
+
+
 def half_sums() -> dict[str, Any]:
     """Compute sums and means of 16-bit floats over all ranks, and over those of a group."""
 

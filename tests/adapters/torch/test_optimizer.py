@@ -206,6 +206,16 @@ def test_the_launcher_tells_the_ranks_of_a_node(launch):
     nodes.check(ranks, together=True)
 
 
+@on(Launch(TORCH, "torchrun", 4))
+def test_a_rank_says_what_the_others_wait_for(launch):
+    one, other = (f"collective '{name}' (allreduce sum torch.float32)" for name in ("one", "other"))
+    first, *middle, last = scenario("missing_rank", launch)
+    assert f": {one}; waiting for {other}: rank 1, 2; reported no wait: rank 3. Expected" in first
+    for told, beside in zip(middle, (2, 1), strict=True):
+        assert f": {other}; waiting for {one}: rank 0; waiting for the same: rank {beside}; reported no" in told
+    assert not last
+
+
 @on(Launch(TORCH, "torchrun", 2), Launch(TORCH, "torchrun", 4))
 def test_data_start_while_the_program_computes(launch):
     """Headers come first; a thread of the transport starts the data when they have arrived."""
