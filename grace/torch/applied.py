@@ -89,9 +89,8 @@ class Applied:
         if before is None or not self._keeps_states:
             return
         for p in parameters:
-            if self._run.exchanges(self._names[p]):
-                oldest = self._waiting[p].before if p in self._waiting else before
-                self._waiting[p] = _Exchanged(oldest, p._version)
+            oldest = self._waiting[p].before if p in self._waiting else before
+            self._waiting[p] = _Exchanged(oldest, p._version)
 
     def finished(self) -> None:
         """Take note of the gradients after DDP has put them in their places."""

@@ -205,7 +205,7 @@ class GradientHook:
 
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[p] for p in parameters]  # type: ignore[index]
-        buffer, ours = bucket.buffer(), {name for name in names if self._run.exchanges(name)}
+        buffer, ours = bucket.buffer(), self._run.plan.assignment_of.keys() & names
         if self._exchange.advisor is not None and not buffer.is_sparse:
             for name, view in zip(names, split(buffer, parameters), strict=True):
                 self._exchange.saw(name, view)
@@ -309,7 +309,7 @@ class GradientHook:
         unused = {name for name, is_used in rows if not is_used}
         # It counts the step, also if DDP reduced all tensors.
         self._run.finish(unused=unused)
-        self._applied.exchanged(p for p in self._passed if self._names[p] not in unused)
+        self._applied.exchanged(self._parameters[name] for name in self._gradients if name not in unused)
         self._rollback.release()
         if self._exchange.loss_scale is not None:
             self._exchange.loss_scale.finish()

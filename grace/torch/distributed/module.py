@@ -202,7 +202,7 @@ class ModuleExchange(ModelExchange):
             elif x.data_ptr() != p.grad.data_ptr():
                 p.grad.detach().copy_(x)
         assert self.applied is not None
-        self.applied.exchanged(p for p, name in self.trained.items() if name not in unused)
+        self.applied.exchanged(p for p, name in self.trained.items() if name in merged and name not in unused)
         self.applied.finished()
         self.step_ends()
         self.rollback.release()
