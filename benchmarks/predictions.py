@@ -9,8 +9,9 @@ ranks. Of a held-out model, only its passes are known, and the time of a step wi
 measured in two rounds, whose difference is the noise. It takes 25 to 30 minutes of two idle cores, as root, and SciPy.
 
 The file keeps all that was measured, from which `--fit` makes everything else again. While steps are measured, it is in
-FILE.part, which `--fit` takes if it is there. A whole run also writes what `grace what-if` and `grace advise` know of
-the cost model (grace/advice/accuracy.py).
+FILE.part, which `--fit` takes if it is there. After an error, the first command goes on with FILE.part, if it is of the
+same commit and machine. A whole run also writes what `grace what-if` and `grace advise` know of the cost model
+(grace/advice/accuracy.py).
 """
 
 import argparse
@@ -47,7 +48,7 @@ from grace.core.config.config import make_config
 from grace.core.config.registry import compressors
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.transport.ordered import OrderedTransport
-from grace.machine import processor
+from grace.machine import commit, processor
 
 MODEL_NAMES = ("mlp", "vgg", "transformer")
 #: Named before anything was fitted: a third of the cells.
@@ -109,6 +110,10 @@ class Measurements:
     def __init__(self, path):
         self.path = path
         self.passes, self.codecs, self.steps = {}, [], []
+        if path.exists():
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["commits"] == [commit()] and data["machine"].startswith(processor()):
+                self.passes, self.codecs, self.steps = data["passes"], data["codecs"], data["steps"]
 
     def keep(self):
         """Write what there is."""
@@ -117,6 +122,8 @@ class Measurements:
 
     def take_passes(self, model):
         """Measure the passes of a model in this process, and its update."""
+        if model in self.passes:
+            return
         torch.manual_seed(0)
         made = MODELS[model]()
         passes = measured_passes(made, made.loss)
@@ -134,12 +141,17 @@ class Measurements:
 
     def take_codec(self, codecs, method, ranks):
         """Measure the codec of a method."""
+        if any((row["method"], row["ranks"]) == (method.label, ranks) for row in self.codecs):
+            return
         found = codecs.of(config_of(method), Ranks(ranks, 1))
         parts = {"before": list(found.before), "after": list(found.after)}
         self.codecs.append({"method": method.label, "ranks": ranks, **parts, "bytes": found.bytes})
 
     def take_steps(self, model, link, ranks, methods, cores=CORES):
         """Measure steps without exchange and with the methods: the median seconds of each round."""
+        rows = [(row["model"], row["link"], row["ranks"], row["cores"]) for row in self.steps]
+        if (model, link, ranks, cores) in rows:
+            return
         # Steps of many ranks are long, and vary less.
         steps = 3 if ranks < 8 else 2
         setting = Setting("torch", model, ranks, link, None, ROUNDS, steps, warm_up=WARM_UP)
