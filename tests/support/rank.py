@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from tests.support.launch import ROOT
 
@@ -96,9 +97,10 @@ def run_digits(framework: str, arguments: list[str]) -> int:
     """Run a digits example in this process, and return its exit status."""
     sys.path.append(str(ROOT / "examples"))
     shared, example = (importlib.import_module(name) for name in ("digits", f"{framework}_digits"))
-    sys.argv[1:] = arguments
     hvd = example.hvd if hasattr(example, "hvd") else example.Torchrun
-    return int(shared.main(framework, "", hvd, example.train))
+    # `ranks` reads the arguments of this rank afterwards.
+    with mock.patch.object(sys, "argv", [sys.argv[0], *arguments]):
+        return int(shared.main(framework, "", hvd, example.train))
 
 
 def run_program(code: str) -> str:
