@@ -25,11 +25,12 @@ def wait_until(
     size: int,
     timeout: float,
     pause: Callable[[float], None] | None = None,
+    others: Callable[[], str] = str,
 ) -> None:
     """Call `done` until it returns True, and `pause` with the seconds waited in between.
 
-    `what` says what this rank waits for; it is called only if the wait is long. Raises WaitError after `timeout`
-    seconds.
+    `what` says what this rank waits for, and `others` in a sentence what other ranks wait for, or nothing; they are
+    called only if the wait is long. Raises WaitError after `timeout` seconds.
     """
     if done():
         return
@@ -43,11 +44,12 @@ def wait_until(
             raise WaitError(
                 f"{_waiting(rank, size, waited, what())}. Expected all ranks to make the same calls within 'timeout' = "
                 f"{timeout:g} s: look for the rank that failed, ended, took another number of steps or waits for "
-                "something else. If it is only slow, set a larger 'timeout'."
+                f"something else. If it is only slow, set a larger 'timeout'. {others()}".rstrip()
             )
         if waited >= tell:
             tell *= 2
-            logger().warning("%s, and ends at 'timeout' = %g s", _waiting(rank, size, waited, what()), timeout)
+            text = f"{_waiting(rank, size, waited, what())}, and ends at 'timeout' = {timeout:g} s. {others()}"
+            logger().warning("%s", text.rstrip())
         pause(waited)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import os
 import socket
-import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -20,10 +19,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from grace.core.errors import ConfigError, GraceError, StepError, WaitError
+from grace.core.guards.waiting import WARN_SECONDS, wait_until
 from grace.core.transport.collectives import Reduction
 from grace.core.transport.helper import Helper
 from grace.core.transport.ordered import OrderedTransport, Phases, never_free
 from grace.core.transport.transport import TIMEOUT, Handle, known_local_size
+from grace.torch.distributed.waits import Waits
 from grace.torch.tensors import start_gathering
 
 # The bytes of the host name and the port of a store, as rank 0 tells them.
@@ -32,8 +33,6 @@ _HOST_BYTES, _PORT_BYTES = 256, 4
 _transports: collections.Counter[str] = collections.Counter()
 # If a rank sends another one more, the ranks trade by a collective for each direction.
 _SHORT_BYTES = 64 * 1024
-# How long a rank asks the store what the others wait for: it has no answer if the store's rank is gone.
-_ASK_S = 2.0
 
 
 class ProcessGroupTransport(OrderedTransport):
@@ -41,11 +40,11 @@ class ProcessGroupTransport(OrderedTransport):
 
     It has connections of its own, so it does not interfere with what the program exchanges at the same time. Headers
     and data on the CPU travel by Gloo. Data on a GPU travel by NCCL if the group uses NCCL for GPUs. A rank that waits
-    longer than `timeout` seconds raises WaitError, and so does one whose partner has ended. It says which other ranks
-    wait, and for what. Data on the CPU start when their headers have arrived, even while the program computes. `name`
-    must differ between transports, and be equal on all ranks; without it, the transports of a group are numbered.
-    `what` says what the handshake is for. The rendezvous is at `store`, or else at that of torch.distributed. Raises
-    ConfigError outside of the group.
+    longer than `timeout` seconds raises WaitError, whose message says what the other ranks wait for, and so does one
+    whose partner has ended. Data on the CPU start when their headers have arrived, even while the program computes.
+    `name` must differ between transports, and be equal on all ranks; without it, the transports of a group are
+    numbered. `what` says what the handshake is for. The rendezvous is at `store`, or else at that of torch.distributed.
+    Raises ConfigError outside of the group.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class ProcessGroupTransport(OrderedTransport):
         self.store = store
         if self.size > 1 and store is None:
             self.store = _get_default_store() or self._open_store(group, what)
+        self._waits = Waits(self.store, self.group, self.rank, self.size)
         self._connect(what)
         if self.size > 1:
             # A callback of Gloo's own threads would need no polling, but aborts the process if it runs at its end.
@@ -98,7 +98,7 @@ class ProcessGroupTransport(OrderedTransport):
                 told = store.host.encode().ljust(_HOST_BYTES, b"\0") + store.port.to_bytes(_PORT_BYTES, "little")
                 address = torch.frombuffer(bytearray(told), dtype=torch.uint8)
             work = dist.broadcast(address, root, group=group, async_op=True)
-            self._until(work.is_completed, lambda: what)
+            wait_until(work.is_completed, lambda: what, rank=self.rank, size=self.size, timeout=self.timeout)
             work.wait()
             if store is None:
                 told = bytes(address.tolist())
@@ -308,48 +308,23 @@ class ProcessGroupTransport(OrderedTransport):
         return super()._failed(error, what)
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
-        told = []
+        # Long before the first warning, which then knows of ranks that came a little later.
+        tell, told = time.monotonic() + min(WARN_SECONDS, self.timeout / 2) / 5, False
 
-        def tell() -> str:
-            text = what()
-            told.append(self._asked(lambda: self._of_others(text)))
-            return text + (told[-1] or "")
+        def look() -> bool:
+            nonlocal told
+            if not told and time.monotonic() >= tell:
+                told = True
+                self._waits.tell(what())
+            return step()
 
+        others = self._waits.of_others
         try:
-            super()._until(step, tell)
+            wait_until(look, what, rank=self.rank, size=self.size, timeout=self.timeout, others=others)
         except WaitError as error:
+            # The others are told of it until this rank connects again.
             raise self._failed(error, what) from None
-        if told:
-            self._asked(lambda: self.store.delete_key(self._place_of_wait(self.rank)))
-
-    def _place_of_wait(self, rank: int) -> str:
-        return f"{self.name}/{self.connections}/wait of rank {rank}"
-
-    def _of_others(self, text: str) -> str:
-        """Let the store keep what this rank waits for, and return in words what the other ranks wait for."""
-        self.store.set(self._place_of_wait(self.rank), text)
-        theirs: dict[str, list[str]] = {}
-        for rank in range(self.size):
-            place = self._place_of_wait(rank)
-            if rank != self.rank:
-                found = self.store.get(place).decode() if self.store.check([place]) else ""
-                theirs.setdefault(found, []).append(str(rank))
-        words = {text: "waiting for the same", "": "reported no wait"}
-        said = {words.get(found, f"waiting for {found}"): ranks for found, ranks in theirs.items()}
-        return "".join(f"; {found}: rank {', '.join(ranks)}" for found, ranks in said.items())
-
-    def _asked(self, ask: Callable[[], Any]) -> Any:
-        """Return what `ask` gets from the store, or None if it gets nothing soon."""
-        answers: list[Any] = []
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                answers.append(ask())
-
-        thread = threading.Thread(target=run, name="grace", daemon=True)
-        thread.start()
-        thread.join(_ASK_S)
-        return answers[0] if answers else None
+        self._waits.clear()
 
 
 def _local_size() -> int:

@@ -229,15 +229,17 @@ def data_without_calls() -> list[bool]:
     return [*found, all(torch.equal(handle.wait(), torch.cat(parts)) for handle in handles)]
 
 
-def missing_rank() -> str:
-    """Wait for the last rank, which does not come, in vain: rank 0 in one collective, the others in another one."""
-    transport, turns = ProcessGroupTransport(timeout=2), dist.new_group()
-    dist.barrier(turns)
-    told = ""
-    if my_rank() < world_size() - 1:
-        name = "one" if my_rank() == 0 else "other"
-        told = outcome(lambda: transport.allreduce(torch.ones(1), op="sum", name=name).wait())
-    dist.barrier(turns)
+def missing_rank() -> list[str]:
+    """Wait in vain for the last rank, and then for rank 1: rank 0 at one transport, the others at another one."""
+    transports, turns, told = [ProcessGroupTransport(timeout=3) for _ in range(2)], dist.new_group(), []
+    for missing in (world_size() - 1, 1):
+        dist.barrier(turns)
+        if my_rank() != missing:
+            transport, name = transports[my_rank() > 0], "one" if my_rank() == 0 else "other"
+            told.append(outcome(lambda t=transport, n=name: t.allreduce(torch.ones(1), op="sum", name=n).wait()))
+        dist.barrier(turns)
+        for transport in transports:
+            transport.discard()
     return told
 
 
