@@ -112,7 +112,8 @@ class Measurements:
         self.passes, self.codecs, self.steps = {}, [], []
         if path.exists():
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["commits"] == [commit()] and data["machine"].startswith(processor()):
+            clean = not (commit() or "-dirty").endswith("-dirty")
+            if clean and data["commits"] == [commit()] and data["machine"].startswith(processor()):
                 self.passes, self.codecs, self.steps = data["passes"], data["codecs"], data["steps"]
 
     def keep(self):
@@ -149,13 +150,13 @@ class Measurements:
 
     def take_steps(self, model, link, ranks, methods, cores=CORES):
         """Measure steps without exchange and with the methods: the median seconds of each round."""
-        rows = [(row["model"], row["link"], row["ranks"], row["cores"]) for row in self.steps]
-        if (model, link, ranks, cores) in rows:
+        methods = [Method(COMPUTE), *methods]
+        done = {Cell(*(row[key] for key in Cell._fields)) for row in self.steps}
+        if done.issuperset(Cell(model, link, ranks, method.label, cores) for method in methods):
             return
         # Steps of many ranks are long, and vary less.
         steps = 3 if ranks < 8 else 2
         setting = Setting("torch", model, ranks, link, None, ROUNDS, steps, warm_up=WARM_UP)
-        methods = [Method(COMPUTE), *methods]
         with running_on(cores):
             results = measure(setting, methods, lambda text: None)
         for method, result in zip(methods, results, strict=True):
