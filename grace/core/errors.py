@@ -60,6 +60,7 @@ SYNONYMS = {
     **dict.fromkeys(("warmup", "warmupiters", "warmupepochs"), ("warmup_steps",)),
     **dict.fromkeys(("buckets", "bucketcapmb", "fusionthreshold"), ("bucket_bytes",)),
     **dict.fromkeys(("randomseed",), ("seed",)),
+    **dict.fromkeys(("errordecay", "efdecay"), ("beta",)),
 }
 # Options that are in other units than the words for them.
 _UNITS = {"compress_ratio": "the share of the elements that is sent", "quantum_num": "the number of levels"}

@@ -116,6 +116,13 @@ def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
     assert ranks[0]["streaming"]["stats"]["rounds"] == 1 + 2
 
 
+@on(TORCHRUN, Launch(TORCH, "torchrun", 4))
+def test_outer_steps_of_accumulated_clipped_and_averaged_momenta_are_those_of_plain_pytorch(launch):
+    for rank in scenario("outer_by_hand", launch):
+        assert set(rank) == {"accumulated and clipped", "momentum"}
+        assert max(rank.values()) < 1e-6, rank
+
+
 @on(TORCHRUN)
 def test_states_of_the_inner_optimizer_and_buffers_meet_as_well(launch):
     for rank in scenario("outer_beside", launch):
@@ -142,6 +149,7 @@ def test_a_model_in_ddp_or_fsdp_within_a_site_takes_outer_steps_between_sites(la
     for rank in ranks:
         for label in ("plain", "ddp", "fsdp") if launch.ranks == 2 else ("ddp", "fsdp"):
             assert rank[f"{label}, rounds"] == 7
+            assert rank[f"{label}, resumed"], label
             for found, expected in zip(rank[label], rank["ddp"], strict=True):
                 assert found == pytest.approx(expected, abs=1e-6), label
         errors = rank["errors"]

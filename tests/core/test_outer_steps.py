@@ -1182,6 +1182,8 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 20, "num_fragments": 2}, "'num_fragments' is 'fragments' here"),
         ({"every": 20, "error_decay": 0.9}, "'error_decay' is beta of the memory residual"),
         ({"every": 20, "should_quantize": True}, "'should_quantize' is a compressor"),
+        ({"every": 20, "reduce": "senders"}, "'reduce' is an option of the communicator: .*'allgather'"),
+        ({"every": 20, "clip": "median_norm"}, "a number; received 'median_norm'.*the communicator: .*'senders'"),
         ({"every": 2, "state": "mean"}, "option 'state': expected"),
         ({"every": 2, "state": {"exp_avg": 0}}, r"state\['exp_avg'\] is the number of meetings"),
         ({"every": 2, "buffers": "mean"}, "option 'buffers': expected .*average"),

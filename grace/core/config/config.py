@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grace.core.config.outer import OuterSteps, make_outer
+from grace.core.config.outer import OuterSteps, foreign, make_outer
 from grace.core.config.registry import build, communicators, compressors, fields_of, memories
 from grace.core.config.schedule import ladder, warmed_ratio
-from grace.core.errors import MOST, ConfigError, GraceWarning, IncompatibleError, meant, nearest
+from grace.core.errors import MOST, SYNONYMS, ConfigError, GraceWarning, IncompatibleError, fold, meant, nearest
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Memory
@@ -481,7 +481,7 @@ def _make_method(values: Mapping[str, Any], other_keys: Iterable[str], where: st
     if "compressor" not in values:
         similar = [key for key in options if meant(key, ["compressor"])]
         unknown = f" It has the keys {', '.join(map(repr, options))}." if options else ""
-        hint = f" Did you mean 'compressor' by '{similar[0]}'?" if similar else ""
+        hint = f" Did you mean 'compressor' by '{similar[0]}'?" if similar else "".join(map(_foreign, options))
         raise ConfigError(
             f"{where} names no compressor.{unknown}{hint} Write for instance compressor = 'qsgd', or set "
             f"{ENVIRONMENT_VARIABLE} to a TOML file. `grace compressors` lists all methods."
@@ -512,8 +512,14 @@ def _make_method(values: Mapping[str, Any], other_keys: Iterable[str], where: st
         if key not in used:
             place = "belongs to the top level" if key in _TOP_LEVEL else f"is no option of {_chosen(made)}"
             keys = [*_COMPONENTS, "coding", *other_keys, *known]
-            raise ConfigError(f"{where}: '{key}' {place}.{'' if key in _TOP_LEVEL else nearest(key, keys)}")
+            hint = "" if key in _TOP_LEVEL else _foreign(key) or nearest(key, keys)
+            raise ConfigError(f"{where}: '{key}' {place}.{hint}")
     return Method(**made, coding=make_coding(values.get("coding", NONE), where))
+
+
+def _foreign(key: str) -> str:
+    """Return what an option of outer steps in another library is called here; a synonym of our own comes first."""
+    return "" if fold(key) in SYNONYMS else foreign(key, "")
 
 
 def _default(kind: str, made: Mapping[str, Any], where: str) -> str:

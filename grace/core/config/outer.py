@@ -52,11 +52,13 @@ _FOREIGN = {
     **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
     **dict.fromkeys(("optimizerstatepolicy", "averageoptstatistics", "states"), "state"),
 }
+_SENDERS = "'communicator': {'name': 'allgather', 'reduce': 'senders', 'clip': 'median_norm'}"
 # The same, of options of the configuration.
 _ELSEWHERE = {
     **dict.fromkeys(("errordecay", "efdecay"), "beta of the memory residual, next to 'compressor': {'beta': 0.95}"),
     **dict.fromkeys(("shouldquantize", "quantizationbins"), "a compressor of the configuration, such as 'eightbit'"),
     **dict.fromkeys(("bucketcapmb", "usebucketization"), "bucket_bytes of the configuration"),
+    "reduce": f"an option of the communicator: {_SENDERS}",
 }
 #: An entry of `OuterSteps.fragments`: the patterns of one fragment.
 Patterns = str | tuple[str, ...]
@@ -467,7 +469,13 @@ def _from_table(values: Mapping[str, Any]) -> OuterSteps:
         chosen = {**{key: flat.pop(key) for key in list(flat) if key in valid and key not in chosen}, **chosen}
     for key in flat:
         raise ConfigError(
-            f"outer: there is no option '{key}'.{_instead(key, [*_OPTIONS, 'optimizer', 'preset', *valid])}"
+            f"outer: there is no option '{key}'."
+            f"{foreign(key) or nearest(key, [*_OPTIONS, 'optimizer', 'preset', *valid])}"
+        )
+    if isinstance(own.get("clip"), str):
+        raise ConfigError(
+            f"outer: clip is the largest norm of the change that a rank sends, a number; received {own['clip']!r}. "
+            f"To clip each rank to the median norm, give the communicator: {_SENDERS}."
         )
     if "every" in own:
         own["every"] = _phases(own["every"])
@@ -478,14 +486,18 @@ def _from_table(values: Mapping[str, Any]) -> OuterSteps:
     return build(OuterSteps, {"optimizer": chosen, **own}, "outer")
 
 
-def _instead(key: object, valid: Sequence[str]) -> str:
-    """Return the end of an error on an unknown option: its name here, if another library has it."""
+def foreign(key: object, table: str = "outer") -> str:
+    """Return what an option of another library is called here, as the end of an error, or nothing if none has it.
+
+    `table` is the table in which the user wrote it.
+    """
     word = fold(str(key))
     if word in _ELSEWHERE:
         return f" What other libraries call '{key}' is {_ELSEWHERE[word]}."
     if word in _FOREIGN:
-        return f" What other libraries call '{key}' is '{_FOREIGN[word]}' here."
-    return nearest(key, valid)
+        place = "" if table == "outer" else " in the table 'outer'"
+        return f" What other libraries call '{key}' is '{_FOREIGN[word]}'{place} here."
+    return ""
 
 
 def _phases(every: Any) -> Any:

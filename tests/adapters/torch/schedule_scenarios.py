@@ -435,6 +435,49 @@ def outer_mean_of_pytorch() -> dict[str, Any]:
     return {"apart": apart, "weights": weights(ours)}
 
 
+# Options of `outer` with meetings after every second step, passes per step, the largest norm, and what is averaged.
+BY_HAND = {
+    "accumulated and clipped": ({}, 2, 0.5, False),
+    "momentum": ({"state": {"momentum_buffer": 1}}, 1, float("inf"), True),
+}
+
+
+def outer_by_hand() -> dict[str, float]:
+    """Accumulate and clip gradients, or average momenta. Return how far the weights are from those of plain PyTorch.
+
+    There, each rank trains the models of all ranks, and sets weights and momenta to their means.
+    """
+
+    def inner_step(label: str, model: torch.nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        _, passes, norm, _ = BY_HAND[label]
+        optimizer.zero_grad()
+        for x, y in batches(passes, rank, seed=step):
+            F.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        optimizer.step()
+
+    apart = {}
+    for label, (options, *_, momentum) in BY_HAND.items():
+        ours, theirs = make_net(), [make_net() for _ in range(world_size())]
+        optimizer, plain = wrap(ours, {"compressor": "none"}, outer={"every": 2, **options}), [sgd(x) for x in theirs]
+        for step in range(6):
+            inner_step(label, ours, optimizer, step, my_rank())
+            for rank, (model, mine) in enumerate(zip(theirs, plain, strict=True)):
+                inner_step(label, model, mine, step, rank)
+            if step % 2:
+                for group in zip(*(model.parameters() for model in theirs), strict=True):
+                    arrays = [[p.detach() for p in group]]
+                    if momentum:
+                        arrays.append([mine.state[p]["momentum_buffer"] for mine, p in zip(plain, group, strict=True)])
+                    for xs in arrays:
+                        mean_of_all = torch.stack(xs).mean(0)
+                        for x in xs:
+                            x.copy_(mean_of_all)
+        pairs = zip(ours.parameters(), theirs[0].parameters(), strict=True)
+        apart[label] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return apart
+
+
 def outer_with_a_scaler() -> dict[str, Any]:
     """Let the gradients of the last rank overflow in one inner step, which it skips; compare with steps by hand."""
     last, rate = world_size() - 1, 0.05
@@ -488,33 +531,52 @@ def registered_outer_steps() -> dict[str, Any]:
     """Train plain, in DDP and in FSDP2 within sites of two ranks, or of one, with outer steps between the sites."""
     size = world_size()
     sites = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("between", "within"))
+    between = sites["between"].get_group()
     outer = {"every": 3, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 3, "delay": 0}
     config = {"compressor": "none", "check_replicas": 1}
     results: dict[str, Any] = {}
-    for label in ("plain", "ddp", "fsdp") if size == 2 else ("ddp", "fsdp"):
-        model = made = _layers()
+
+    def made(label: str, config: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+        model = _layers()
         if label == "ddp":
-            made = DistributedDataParallel(model, process_group=sites["within"].get_group())
+            model = DistributedDataParallel(model, process_group=sites["within"].get_group())
         if label == "fsdp":
-            made = fully_shard(model, mesh=sites["within"])
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.5)
-        group = sites["between"].get_group()
-        exchange = grace.torch.register(made, config, outer=outer, optimizer=optimizer, process_group=group)
+            model = fully_shard(model, mesh=sites["within"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        exchange = grace.torch.register(model, config, outer=outer, optimizer=optimizer, process_group=between)
+        return model, optimizer, exchange
+
+    def inner_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + my_rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for label in ("plain", "ddp", "fsdp") if size == 2 else ("ddp", "fsdp"):
+        model, optimizer, exchange = made(label, config)
         for step in range(7):
-            x = torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + my_rank()))
-            optimizer.zero_grad()
-            made(x).square().mean().backward()
-            optimizer.step()
-        saved = optimizer.state_dict()
-        optimizer.load_state_dict(saved)
+            inner_step(model, optimizer, step)
         full = [p.full_tensor() if label == "fsdp" else p for p in model.parameters()]
         results[label] = [p.detach().flatten().tolist() for p in full]
         results[f"{label}, rounds"] = exchange.stats()["outer"]["rounds"]
+        # The fourth step is the first of a period.
+        before, after = (made(label, {"compressor": "topk", "compress_ratio": 0.3}) for _ in range(2))
+        for step in range(4):
+            inner_step(*before[:2], step)
+        with torch.no_grad():
+            for p, saved in zip(after[0].parameters(), before[0].parameters(), strict=True):
+                p.copy_(saved)
+        after[1].load_state_dict(copy.deepcopy(before[1].state_dict()))
+        for model, optimizer, _ in (before, after):
+            for step in range(4, 10):
+                inner_step(model, optimizer, step)
+        ends = [[p.to_local() if label == "fsdp" else p for p in model.parameters()] for model, *_ in (before, after)]
+        results[f"{label}, resumed"] = digest(ends[0]) == digest(ends[1])
     wrong = _layers()
     calls = {
         "no outer": lambda: grace.torch.register(wrong, config, optimizer=sgd(wrong)),
         "no optimizer": lambda: grace.torch.register(DistributedDataParallel(wrong), config, outer=outer),
-        "group": lambda: grace.torch.register(DistributedDataParallel(wrong), config, process_group=group),
+        "group": lambda: grace.torch.register(DistributedDataParallel(wrong), config, process_group=between),
     }
     everywhere = fully_shard(_layers(), mesh=init_device_mesh("cpu", (size,)))
     shared = ZeroRedundancyOptimizer(wrong.parameters(), torch.optim.SGD, lr=0.1)
