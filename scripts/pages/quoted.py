@@ -235,13 +235,8 @@ def outer_steps() -> Values:
 def million() -> Values:
     """Yield what the page on outer steps says of the runs with 600 steps, and of those with 6,000."""
     steps, plain = 600, outer_runs.PLAIN
-    for name, method, other in (
-        ("diloco_behind", "DiLoCo", plain),
-        ("local_behind", "local SGD", plain),
-        ("one_bit_above", "1-bit Adam", plain),
-        ("sparse_behind", "SparseLoCo", "DiLoCo"),
-    ):
-        yield name, f"{np.mean(outer_runs.behind(method, steps, other=other)):.1f}"
+    for name, method in (("diloco_behind", "DiLoCo"), ("local_behind", "local SGD"), ("one_bit_above", "1-bit Adam")):
+        yield name, f"{np.mean(outer_runs.behind(method, steps)):.1f}"
     high, *lower = (outer_runs.runs("DiLoCo", steps, lr)[0]["loss"] for lr in (0.004, 0.002, 0.001))
     assert high < min(lower), "lower learning rates do not help DiLoCo"
     sparse = outer_runs.runs("SparseLoCo", steps)[0]
@@ -258,21 +253,26 @@ def million() -> Values:
     yield "one_bit_fewer", f"{dense * (last - warm) / (after - before):.0f}"
     assert 4000 < outer_runs.fewer("SparseLoCo") < 6000, "at least 4,000 times fewer bytes"
     yield "sparse_fewer", f"{outer_runs.fewer('SparseLoCo'):,.0f}"
-    alone = {
-        (row["method"], row["seed"]): row["loss"]
-        for row in measurements.load("outer_reference")["rows"]
-        if row["steps"] == steps
-    }
-    for name, method in (("diloco_reference", "DiLoCo"), ("sparse_reference", "SparseLoCo")):
-        theirs = {seed: loss for (what, seed), loss in alone.items() if what == method}
-        ours = np.mean([outer_runs.runs(method, steps)[seed]["loss"] for seed in theirs])
-        mean = np.mean([*theirs.values()])
-        assert abs(ours / mean - 1) < (0.005 if method == "DiLoCo" else 0.015), "grace follows the recursion"
-        yield name, f"{mean:.3f}"
-        yield f"{name}_here", f"{ours:.3f}"
-    behind = [100 * (alone["SparseLoCo", seed] / alone["DiLoCo", seed] - 1) for what, seed in alone if what != "DiLoCo"]
-    assert min(behind) > 2, "the recursion itself falls behind"
-    yield "sparse_reference_behind", f"{np.mean(behind):.1f}"
+    for steps, end in ((600, ""), (6000, "_long")):
+        alone = {
+            (row["method"], row["seed"]): row["loss"]
+            for row in measurements.load("outer_reference")["rows"]
+            if row["steps"] == steps
+        }
+        for name, method in (("diloco_reference", "DiLoCo"), ("sparse_reference", "SparseLoCo")):
+            theirs = {seed: loss for (what, seed), loss in alone.items() if what == method}
+            ours = np.mean([outer_runs.runs(method, steps)[seed]["loss"] for seed in theirs])
+            mean = np.mean([*theirs.values()])
+            # Rounding errors grow with the steps.
+            most = 0.015 if method == "SparseLoCo" else 0.005 if steps == 600 else 0.01
+            assert abs(ours / mean - 1) < most, "grace follows the recursion"
+            yield f"{name}{end}", f"{mean:.3f}"
+            yield f"{name}_here{end}", f"{ours:.3f}"
+        sparse = [(seed, loss) for (what, seed), loss in alone.items() if what == "SparseLoCo"]
+        behind = [100 * (loss / alone["DiLoCo", seed] - 1) for seed, loss in sparse]
+        assert min(behind) > 2, "the recursion itself falls behind"
+        yield f"sparse_reference_behind{end}", f"{np.mean(behind):.1f}"
+        yield f"sparse_behind{end}", f"{np.mean(outer_runs.behind('SparseLoCo', steps, other='DiLoCo')):.1f}"
     short, long = (np.mean(outer_runs.behind("DiLoCo", steps)) for steps in (600, 6000))
     assert long < short / 3, "the gap closes in longer runs"
     yield "diloco_long", f"{long:.1f}"
