@@ -229,7 +229,7 @@ def test_a_named_memory_replaces_the_default():
         ({"compressor": "topk", "communicator": "allgater"}, r"unknown communicator.*Did you mean 'allgather'\?"),
         ({"compressor": "topk", "compress_ration": 0.1}, r"'compress_ration'.*topk.*Did you mean 'compress_ratio'\?"),
         ({"compressor": "topk", "quantum_num": 7}, r"'quantum_num' is no option of compressor 'topk'"),
-        ({"compressor": "topk", "fragment_sync_delay": 2}, "'fragment_sync_delay' is 'delay' in the table 'outer' here"),
+        ({"compressor": "topk", "fragment_sync_delay": 2}, "'fragment_sync_delay' is 'delay' in the table 'outer'"),
         ({"compressor": "topk", "error_decay": 0.9}, "'error_decay' is no option .* Did you mean 'beta'"),
         ({"compressor": "topk", "tau": 2}, "'tau' is no option of [^.]*\\. The closest"),
         ({"sync_every": 20}, "names no compressor.*'sync_every' is 'every' in the table 'outer' here"),
