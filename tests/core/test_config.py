@@ -232,6 +232,7 @@ def test_a_named_memory_replaces_the_default():
         ({"compressor": "topk", "fragment_sync_delay": 2}, "'fragment_sync_delay' is 'delay' in the table 'outer'"),
         ({"compressor": "topk", "error_decay": 0.9}, "'error_decay' is no option .* Did you mean 'beta'"),
         ({"compressor": "topk", "tau": 2}, "'tau' is no option of [^.]*\\. The closest"),
+        ({"compressor": "topk", True: 1}, "'True' is no option"),
         ({"sync_every": 20}, "names no compressor.*'sync_every' is 'every' in the table 'outer' here"),
         ({"compressor": {"name": "topk", True: 0.1}}, r"compressor 'topk' has no option 'True'"),
         ({"compressor": {"name": "topk", "ratio": 0.1}}, r"compressor 'topk' has no option 'ratio'"),

@@ -517,9 +517,9 @@ def _make_method(values: Mapping[str, Any], other_keys: Iterable[str], where: st
     return Method(**made, coding=make_coding(values.get("coding", NONE), where))
 
 
-def _foreign(key: str) -> str:
+def _foreign(key: object) -> str:
     """Return what an option of outer steps in another library is called here; a synonym of our own comes first."""
-    return "" if fold(key) in SYNONYMS else foreign(key, "")
+    return "" if fold(str(key)) in SYNONYMS else foreign(key, "")
 
 
 def _default(kind: str, made: Mapping[str, Any], where: str) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a group wait for, as they tell it in their store."""
+"""The waits that the ranks of a group tell each other in their store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks that wait long tell each other in a store."""
+"""The waits that ranks tell each other in a store."""
 
 from __future__ import annotations
 
