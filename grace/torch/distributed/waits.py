@@ -29,16 +29,20 @@ class Waits:
     def tell(self, text: str) -> None:
         """Tell what this rank waits for. It stays there until `clear`, also if the rank gives up."""
         self._mine = text
-        self._ask(lambda: self._store.set(self._places[self._rank], text))
+        self._set(text)
 
     def clear(self) -> None:
-        """Tell that this rank waits no more, if it has waited long."""
-        if self._mine:
-            self.tell("")
+        """Tell that this rank waits no more, if it has told a wait. If the store does not answer, call it again."""
+        if self._mine and self._set(""):
+            self._mine = ""
 
     def of_others(self) -> str:
         """Return a sentence on what the other ranks wait for; nothing if the store does not answer soon."""
         return self._ask(self._sentence) or ""
+
+    def _set(self, text: str) -> bool:
+        """Return whether the store has the text now."""
+        return bool(self._ask(lambda: self._store.set(self._places[self._rank], text) is None))
 
     def _sentence(self) -> str:
         found: dict[str, list[str]] = {}
