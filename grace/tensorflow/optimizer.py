@@ -9,7 +9,7 @@ accumulated gradient is sent once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +30,7 @@ from grace.core.session.outer_graph import GraphOuter
 from grace.core.session.outer_setup import check_inner, check_outer, refuse_arguments_of_gradients, with_local_steps
 from grace.core.session.start import refuse_arguments
 from grace.core.transport.transport import TIMEOUT
+from grace.tensorflow.branches import always, never
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, before_graphs, inside
 from grace.tensorflow.outer import check_states, outer_variables
@@ -197,10 +198,10 @@ def _check_outer(optimizer: Any, exchange: Exchange, passes: int, size: int) -> 
         backward_passes_per_step=passes != 1,
         gradient_predivide_factor=exchange.gradient_predivide_factor != 1.0,
     )
-    if isinstance(optimizer, MULTI_OPTIMIZER) or optimizer.gradient_accumulation_steps:
+    if isinstance(optimizer, MULTI_OPTIMIZER):
         raise ConfigError(
-            f"{_WHERE}: local_steps and outer cannot be combined with gradient accumulation or a MultiOptimizer; "
-            "leave them out, or use a plain optimizer."
+            f"{_WHERE}: a MultiOptimizer cannot take local_steps or outer, because its optimizers count their own "
+            "steps; leave them out, or use a plain optimizer."
         )
 
 
@@ -298,7 +299,7 @@ class OptimizerExchange(Exchange):
         """
         found = super().stats()
         if self.config.outer is not None:
-            found["outer"] = self._optimizer._outer.stats(self._iterations(), self.run.step, self)
+            found["outer"] = self._optimizer._outer.stats(int(self._optimizer.inner_steps()), self.run.step, self)
         return found
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
@@ -412,7 +413,7 @@ class Distributed(Exchanges):
             super().apply(grads, trainable_variables)
             return
         if self.grace.config.outer is not None:
-            self._apply_locally(grads, trainable_variables)
+            self.apply_locally(grads, trainable_variables, super().apply)
             return
         # Keras drops variables without a gradient on this rank, although another rank may have one.
         grads = self._filled(grads, trainable_variables)
@@ -466,20 +467,45 @@ class Distributed(Exchanges):
         finally:
             self._exchanged = False
 
-    def _apply_locally(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None) -> None:
-        """Apply this rank's gradients, and exchange what the weights have moved if it is time."""
+    def apply_locally(
+        self,
+        grads: Sequence[Gradient | None],
+        trainable_variables: Sequence[Any] | None,
+        apply: Callable[..., object],
+        scale: tf.Tensor | None = None,
+    ) -> None:
+        """Apply this rank's gradients by `apply`, and exchange what the weights have moved if it is time.
+
+        The gradients are `scale` times as large as `apply` applies them. A step that it leaves out counts all the same.
+        """
         places, exchange, outer = self._places(grads, self._known(trainable_variables)), self.grace, self._outer
         check_outer(exchange.config, _WHERE, average=True, size=exchange.size)
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
         exchange.filled([tf.zeros_like(inside(v)) for v in self._trainable_variables])
-        outer.before(self._iterations.value.read_value(), exchange)
+        outer.before(self.inner_steps(), exchange)
+        taken = self._iterations.value.read_value() + 1
+        complete = taken % (self.gradient_accumulation_steps or 1) == 0
+        if self.gradient_accumulation_steps:
+            # Keras accumulates rows in a dense array.
+            grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         if outer.variates:
-            given = {i: tf.convert_to_tensor(g) for i, g in zip(places, grads, strict=True) if g is not None}
-            corrected = outer.corrected(given, exchange._learning_rate())
-            grads = [corrected.get(i) for i in places]
+            factor = (1.0 if scale is None else scale) * (self.loss_scale_factor or 1.0)
+            given = {i: tf.convert_to_tensor(g) / factor for i, g in zip(places, grads, strict=True) if g is not None}
+            rate = exchange._learning_rate()
+            corrected = outer.corrected(given, tf.where(complete, rate, tf.zeros_like(rate)))
+            grads = [None if i not in corrected else corrected[i] * factor for i in places]
         with self.after_exchange():
-            super().apply(grads, trainable_variables)
-        outer.after(self._iterations.value.read_value(), exchange)
+            apply(grads, trainable_variables)
+        # A rank that leaves a step out, because its gradients are not finite, must meet the others after it.
+        self._iterations.assign(taken)
+        if self.gradient_accumulation_steps:
+            tf.cond(complete, always(lambda: outer.after(self.inner_steps(), exchange)), never)
+        else:
+            outer.after(self.inner_steps(), exchange)
+
+    def inner_steps(self) -> tf.Tensor:
+        """Return the number of inner steps until now; each may accumulate the gradients of several passes."""
+        return self._iterations.value.read_value() // (self.gradient_accumulation_steps or 1)
 
     @property
     def iterations(self) -> Any:
@@ -489,7 +515,7 @@ class Distributed(Exchanges):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update a variable by its gradient."""
         begun = None if self.grace.config.outer is None else self._outer.begun(self._get_variable_index(variable))
-        self._steps = None if begun is None else tf.cast(self._iterations.value, tf.int64) - begun
+        self._steps = None if begun is None else tf.cast(self.inner_steps(), tf.int64) - begun
         try:
             super().update_step(gradient, variable, learning_rate)
         finally:
@@ -500,6 +526,11 @@ class Distributed(Exchanges):
 
         `fit` calls it, and a loop of your own must call it if it uses `adapt = "loss"`.
         """
+        self.note_loss(loss)
+        return super().scale_loss(loss)
+
+    def note_loss(self, loss: Any) -> None:
+        """Note a loss for outer steps. Raises StepError if it comes too early."""
         outer = self.grace.config.outer
         if outer is not None and self.built:
             self._outer.note_loss(tf.cast(tf.reduce_mean(loss), tf.float64))
@@ -508,7 +539,6 @@ class Distributed(Exchanges):
                 "scale_loss() was called before the optimizer had variables; call "
                 "optimizer.build(model.trainable_variables) first."
             )
-        return super().scale_loss(loss)
 
     def get_config(self) -> dict[str, Any]:
         """Return the configurations of the Keras optimizer and of the exchange."""

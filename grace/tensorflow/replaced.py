@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import keras
@@ -44,10 +44,16 @@ def _with_one_decision(keras_apply: Any) -> Any:
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
         if inner.grace.config.outer is not None:
-            raise ConfigError(
-                "grace.tensorflow: local_steps and outer cannot be combined with dynamic loss scaling, because ranks "
-                "may skip different steps; train in float32 or bfloat16."
-            )
+            if inner.gradient_accumulation_steps:
+                raise ConfigError(
+                    "grace.tensorflow: with local_steps and outer, dynamic loss scaling cannot be combined with "
+                    "gradient_accumulation_steps, because the gradients of a pass that overflows would be missing in "
+                    "their sum; leave one of the two out, or train in float32 or bfloat16."
+                )
+            # Ranks have scales of their own, and leave steps out on their own.
+            scale = self.dynamic_scale.value.read_value()
+            inner.apply_locally(list(grads), trainable_variables, partial(keras_apply, self), scale)
+            return
         grads = inner._filled(list(grads), trainable_variables)
         if inner.gradient_accumulation_steps:
             factor = tf.where(inner.grace.everywhere(self.check_finite(grads)), 1.0, float("nan"))
@@ -60,6 +66,19 @@ def _with_one_decision(keras_apply: Any) -> Any:
             keras_apply(self, merged, trainable_variables)
 
     return apply
+
+
+def _noting(keras_scale: Any) -> Any:
+    """Return a `LossScaleOptimizer.scale_loss` that notes the loss for outer steps, as the inner optimizer's does."""
+
+    @wraps(keras_scale)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        inner = innermost(self)
+        if isinstance(inner, Distributed):
+            inner.note_loss(loss)
+        return keras_scale(self, loss)
+
+    return scale_loss
 
 
 def _times(grads: Sequence[Gradient | None], factor: tf.Tensor) -> list[Gradient | None]:
@@ -97,5 +116,6 @@ def _without_old_functions(keras_make: Any) -> Any:
 
 
 keras.optimizers.LossScaleOptimizer.apply = _with_one_decision(keras.optimizers.LossScaleOptimizer.apply)
+keras.optimizers.LossScaleOptimizer.scale_loss = _noting(keras.optimizers.LossScaleOptimizer.scale_loss)
 keras.optimizers.LossScaleOptimizer.grace = property(lambda self: self.inner_optimizer.grace)
 keras.Model.make_train_function = _without_old_functions(keras.Model.make_train_function)

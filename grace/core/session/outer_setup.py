@@ -137,7 +137,8 @@ def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
     if names := [name for name, value in given.items() if value]:
         raise ConfigError(
             f"{where}: with local_steps and outer no gradients are exchanged, so {' and '.join(names)} would have no "
-            "effect; leave it out. To accumulate gradients, call step() after several backward passes."
+            "effect; leave it out. To accumulate gradients, call step() after several backward passes, or set "
+            "gradient_accumulation_steps of the Keras optimizer."
         )
 
 

@@ -39,7 +39,11 @@ class Kept:
 
     def step(self, rank: int, number: int) -> dict[str, np.ndarray]:
         """Take an inner step with the gradients of a rank; return the weights."""
-        self._apply(*map(tf.constant, drawn(rank, number).values()))
+        return self.apply(drawn(rank, number))
+
+    def apply(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Apply gradients; return the weights."""
+        self._apply(*map(tf.constant, gradients.values()))
         return self.weights()
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -113,6 +117,58 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
         "common": same({key: x.numpy() for key, x in common.items()}, expected),
         "stats": [kept.optimizer.grace.stats()["outer"], sim.stats(rank)["outer"]],
     }
+
+
+class Passes:
+    """An optimizer whose inner steps take two passes each, or leave out what is not finite; and the reference of it."""
+
+    def __init__(self, name: str) -> None:
+        self.config, self.outer = CASES["fragments" if name == "accumulated" else "variates"]
+        self.passes = 2 if name == "accumulated" else 1
+        inner = wrap(self.config, keras.optimizers.SGD(LR), outer=self.outer)
+        if name == "accumulated":
+            inner.gradient_accumulation_steps = self.passes
+        self.grace = inner.grace
+        self.scaled = name == "overflow"
+        inner.loss_scale_factor = 2.0 if name == "scaled" else None
+        self.factor = 2.0 if name == "scaled" else 1.0
+        self.optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8) if self.scaled else inner
+
+    def overflows(self, rank: int, step: int) -> bool:
+        """Return whether a rank leaves an inner step out; none of them does so alone in all of them."""
+        return self.scaled and (rank + step) % 5 == 2
+
+    def gradients(self, rank: int, step: int) -> list[dict[str, np.ndarray]]:
+        """Return the gradients of the passes of an inner step."""
+        return [drawn(rank, self.passes * step + i) for i in range(self.passes)]
+
+
+def tf_outer_passes(name: str) -> dict[str, Any]:
+    """Accumulate, scale losses, or let each rank leave steps out; compare with a simulation after each step."""
+    case, start, rank = Passes(name), drawn(9, 9), hvd.rank()
+    kept = Kept(start, case.optimizer)
+    sim = grace.Simulation(hvd.size(), [grace.TensorSpec(*x) for x in SHAPES.items()], case.config, outer=case.outer)
+    sim.begin(start)
+    weights, equal, losses = [start] * hvd.size(), [], []
+    for step in range(STEPS):
+        moved = []
+        for each, own in enumerate(weights):
+            given = case.gradients(each, step)
+            mean = {key: np.float32(1 / len(given)) * sum(g[key] for g in given) for key in SHAPES}
+            variates = sim.variates(each) if case.outer.get("variates") else dict.fromkeys(SHAPES, np.float32(0))
+            steps = {key: -np.float32(LR) * (mean[key] - variates[key]) for key in SHAPES}
+            moved.append(own if case.overflows(each, step) else {key: own[key] + steps[key] for key in SHAPES})
+        weights = sim.step(moved, lr=LR)
+        factor = float(case.optimizer.scale_loss(tf.constant(1.0 + step)) / (1.0 + step))
+        if case.overflows(rank, step):
+            factor = float("inf")
+        for g in case.gradients(rank, step):
+            result = kept.apply({key: factor * x for key, x in g.items()})
+        equal.append(same(result, weights[rank]))
+        losses.append(case.grace.stats()["outer"]["loss"])
+    scale = float(case.optimizer.dynamic_scale) if case.scaled else case.factor
+    rounds = [case.grace.stats()["outer"]["rounds"], sim.stats(rank)["outer"]["rounds"]]
+    return {"equal": equal, "losses": losses, "scale": scale, "rounds": rounds}
 
 
 RESETS = {

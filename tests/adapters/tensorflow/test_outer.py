@@ -39,6 +39,21 @@ def test_outer_steps_in_graphs_have_the_bits_of_a_simulation(launch, name):
             assert ours[key] == (number if number is None else pytest.approx(number, rel=1e-6)), key
 
 
+@on(FOUR)
+@pytest.mark.parametrize("name", ["accumulated", "scaled", "overflow"])
+def test_inner_steps_of_several_passes_or_left_out_by_a_rank_are_counted_alike(launch, name):
+    scales = []
+    for rank in scenario("tf_outer_passes", launch, name):
+        assert rank["equal"] == [True] * 13, rank
+        assert rank["rounds"][0] == rank["rounds"][1] >= 4
+        # The mean loss of the last period: a fragment meets after each step, or all do after the first and each third.
+        of_all = [1.0] * 3 + [3.0] * 3 + [6.0] * 3 + [9.0] * 3 + [12.0]
+        assert rank["losses"] == ([1.0 + i for i in range(13)] if name == "accumulated" else of_all)
+        scales.append(rank["scale"])
+    if name == "overflow":
+        assert scales == [2.0**5, 2.0**5, 2.0**5, 2.0**6], "each rank has a scale of its own"
+
+
 @on(Launch(TENSORFLOW, "horovodrun-gloo", 2))
 @pytest.mark.parametrize("name", rest_slow(["Adam", "momentum", "Adagrad"], 1))
 def test_states_that_are_reset_are_those_of_a_new_optimizer(launch, name):
