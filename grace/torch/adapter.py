@@ -101,11 +101,14 @@ class OptimizerAdapter(ABC):
         saved = given.pop("grace", None)
         self.exchange.load(saved, self.optimizer, lambda: self.plain.load_state_dict(given))
         if saved is None:
+            again = self.begin()
             warnings.warn(
-                "the checkpoint contains no state of grace (key 'grace'): residuals start from zero",
-                GraceWarning,
-                stacklevel=2,
+                f"the checkpoint contains no state of grace (key 'grace'): {again}", GraceWarning, stacklevel=2
             )
+
+    def begin(self) -> str:
+        """Begin what an exchange without states needs, and say what that is."""
+        return "residuals start from zero"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, with that of grace."""

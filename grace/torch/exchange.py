@@ -129,9 +129,8 @@ class Exchange(core.Exchange):
         """
         before, plain = self.run.states, (optimizer.state, optimizer.param_groups)
         outer_states = [outer.now for outer in self.outers]
-        if saved is None and self.outers:
-            # Refused: the weights after the last meeting would be missing.
-            saved = {}
+        for outer in self.outers:
+            outer.ground()
         told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
         try:
             load_plain()

@@ -93,6 +93,11 @@ class OuterAdapter(OptimizerAdapter):
         (run,) = self.exchange.outers
         steps.begin(run, self.rollback, self.exchange.comparisons)
 
+    def begin(self) -> str:
+        """Begin with the weights of now, and say so."""
+        self.steps.restart()
+        return "residuals start from zero, and outer steps begin with the weights that this rank has now"
+
     def attach(self) -> None:
         """Put the methods in their places. A step that the GradScaler skips on this rank is an inner step, too."""
         super().attach()

@@ -84,7 +84,11 @@ class InnerSteps:
     def begin(self, run: OuterRun, rollback: Rollback, comparisons: Comparisons) -> None:
         """Start with the weights of now."""
         self.run, self._rollback, self._comparisons = run, rollback, comparisons
-        run.begin(self._sent())
+        self.restart()
+
+    def restart(self) -> None:
+        """Start again with the weights of now."""
+        self.run.begin(self._sent())
 
     def before(self) -> None:
         """Begin an inner step. Raises StepError if a part of the last one has failed."""

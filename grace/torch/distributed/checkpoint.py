@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from grace.core.errors import StateError
 from grace.torch.exchange import Exchange
 
-_KINDS = ("memory", "compressor")
 # All but the arrays, as JSON.
 _HEAD = "head"
+# The key there of what stands for an array: its place in the checkpoint.
+_ARRAY = "array at"
 
 
 class ExchangeState:
@@ -53,14 +54,9 @@ class ExchangeState:
         """
         if self._reader is not None:
             return self._empty(self._reader)
-        state = self._exchange.state_dict()
-        at = self._place
-        arrays, tensors = {}, {}
-        for name, entry in state["tensors"].items():
-            arrays |= {f"{at}/{name}/{kind}/{key}": x for kind in _KINDS for key, x in entry[kind].items()}
-            tensors[name] = {**entry, **{kind: list(entry[kind]) for kind in _KINDS}}
-        text = json.dumps({**state, "tensors": tensors}).encode()
-        return {f"{at}/{_HEAD}": torch.frombuffer(bytearray(text), dtype=torch.uint8), **arrays}
+        place, arrays = self._place, dict[str, torch.Tensor]()
+        text = json.dumps(_without_arrays(self._exchange.state_dict(), place, arrays)).encode()
+        return {f"{place}/{_HEAD}": torch.frombuffer(bytearray(text), dtype=torch.uint8), **arrays}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Load what was read; afterwards this is the state of the exchange again.
@@ -105,16 +101,32 @@ class ExchangeState:
         return saved
 
 
+def _without_arrays(x: Any, place: str, arrays: dict[str, torch.Tensor]) -> Any:
+    """Return a nested dictionary whose arrays are replaced by their places, and collect the arrays by these."""
+    if isinstance(x, torch.Tensor):
+        arrays[place] = x
+        return {_ARRAY: place}
+    if isinstance(x, Mapping):
+        return {key: _without_arrays(value, f"{place}/{key}", arrays) for key, value in x.items()}
+    return x
+
+
+def _with_arrays(x: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
+    """Return what `_without_arrays` was given."""
+    if not isinstance(x, dict):
+        return x
+    if set(x) == {_ARRAY}:
+        return arrays[x[_ARRAY]]
+    return {key: _with_arrays(value, arrays) for key, value in x.items()}
+
+
 def _nested(read: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:
     """Return the state of an exchange from what was read of it."""
     try:
-        state: dict[str, Any] = json.loads(bytes(read[f"{place}/{_HEAD}"].tolist()))
-        for name, entry in state["tensors"].items():
-            for kind in _KINDS:
-                entry[kind] = {key: read[f"{place}/{name}/{kind}/{key}"] for key in entry[kind]}
+        state = _with_arrays(json.loads(bytes(read[f"{place}/{_HEAD}"].tolist())), read)
+        return dict(state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"checkpoint, {place}: expected the state of an exchange, received something else ({error!r}). The "
             "checkpoint is damaged; load another one."
         ) from error
-    return state
