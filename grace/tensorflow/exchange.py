@@ -251,7 +251,7 @@ class Exchange(core.Exchange, tf.Module):
             self.rank, self.ranks = self._rank_of_ranks()
             self._make_others()
             self._runs = [self._run_for(self.ranks, self._make_variable)]
-        self._be_launched()
+        self._measure_for_advise()
 
     def _run_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> VariableRun:
         """Return the run that the exchange has with these ranks, at its start."""

@@ -238,7 +238,7 @@ class OptimizerExchange(Exchange):
     # The ranks of the process set of a saved optimizer, after loading.
     _saved_ranks: tuple[int, ...] | None = None
 
-    def serve(self, optimizer: Any) -> None:
+    def attach(self, optimizer: Any) -> None:
         """Take the optimizer that it belongs to."""
         # An ordinary assignment would have TensorFlow save the optimizer as a part of its exchange.
         vars(self)["_optimizer"] = optimizer
@@ -322,7 +322,7 @@ class OptimizerExchange(Exchange):
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that Horovod has now; return the numbers of ranks before and now."""
         if self.config.outer is not None:
-            self._optimizer._outer.moved()
+            self._optimizer._outer.ranks_changed()
         return super().move()
 
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
@@ -582,7 +582,7 @@ def _class(plain: type) -> type:
 def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int) -> Any:
     optimizer.__class__ = _class(type(optimizer))
     optimizer.grace = exchange
-    exchange.serve(optimizer)
+    exchange.attach(optimizer)
     optimizer._summed_passes = summed_passes
     if optimizer.built:
         optimizer._build_exchange(optimizer._trainable_variables)

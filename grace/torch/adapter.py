@@ -203,7 +203,7 @@ class GradientAdapter(OptimizerAdapter):
                 )
             gradient = gradient.to_dense()
         else:
-            self.exchange.lend(name, gradient)
+            self.exchange.set_output(name, gradient)
             if len(self.samples) < 4 and gradient.is_contiguous():
                 some = gradient.detach().flatten()[:: max(1, gradient.numel() // 16)]
                 self.samples.append((some, some.clone()))

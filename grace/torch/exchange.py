@@ -116,7 +116,7 @@ class Exchange(core.Exchange):
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
         self.run.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
         for outer in self.outers:
-            outer.moved()
+            outer.ranks_changed()
         self.comparisons.restart("the first step")
         self.announce(self.run.stages, int(self.run.step))
         return before, self.size
@@ -130,7 +130,7 @@ class Exchange(core.Exchange):
         before, plain = self.run.states, (optimizer.state, optimizer.param_groups)
         outer_states = [outer.now for outer in self.outers]
         for outer in self.outers:
-            outer.ground()
+            outer.drain()
         told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
         try:
             load_plain()
@@ -211,7 +211,7 @@ class Exchange(core.Exchange):
             )
         return torch.empty_like(current).copy_(saved.detach())
 
-    def lend(self, name: str, gradient: torch.Tensor) -> None:
+    def set_output(self, name: str, gradient: torch.Tensor) -> None:
         """Let the exchange write the merged gradient of a tensor into PyTorch's buffer."""
         self._gradients[name] = gradient
 

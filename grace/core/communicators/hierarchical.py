@@ -204,13 +204,13 @@ def _by_nodes(
     nodes = BucketStep(between[local], ops, rank=node, size=len(peers), mean=True, stamp=stamp, steps=inner)
     received = yield from among(peers, nodes.run(), ops, bucket.rank, bucket.size)
     for every in bucket.steps:
-        every.bring_by(every.of_mean())
+        every.take_mean_from(every.step_of_mean())
     back: list[UnitStep] = []
     for step, theirs, bad in zip(mine, received.payloads, received.flags, strict=True):
         assert step.onward is not None
-        assert step.bringing is not None
+        assert step.mean_from is not None
         done = step.onward.conclude(theirs, bad)
-        back.append(step.bringing)
+        back.append(step.mean_from)
         back[-1].begin(done.x if done.factor == 1 else ops.scale_(done.x, done.factor), flags=bad)
     buffer = first[local].encode(ops, [b.payload for b in back], [b.bad for b in back], stamp)
     data = yield from among(here, _alone(collectives.allgather(buffer)), ops, bucket.rank, bucket.size)

@@ -189,7 +189,7 @@ def _two_shots(
     for step in onward:
         step.remember()
     for every in bucket.steps:
-        every.bring_by(every.onward)
+        every.take_mean_from(every.onward)
     equal = len({layout.nbytes for layout in second}) == 1 and all(layout.fixed for layout in second)
     (data,) = yield [collectives.allgather(buffer, equal=equal)]
     return by_unit(decode_rows(ops, data, second, stamp), owned, arrived.in_step)

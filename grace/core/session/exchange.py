@@ -88,9 +88,9 @@ class Exchange(ABC):
             from grace.advice.auto import Auto
 
             self.advisor = Auto(self)
-        self._be_launched()
+        self._measure_for_advise()
 
-    def _be_launched(self) -> None:
+    def _measure_for_advise(self) -> None:
         """Let the command `grace advise` measure the exchange, if that has started this job."""
         if self.watches and self.config.outer is None and self.size > 1 and "GRACE_ADVISE" in os.environ:
             from grace.advice.launched import Launched
@@ -163,7 +163,7 @@ class Exchange(ABC):
     def _check_idle(self, call: str) -> None:
         """Raise StepError if gradients are being exchanged, when the call is not possible."""
         for outer in self.outers:
-            outer.ground()
+            outer.drain()
         for run in self.runs:
             run.check_idle(call)
 
@@ -424,7 +424,7 @@ class Exchange(ABC):
         """
         outer = self.outer_of(run)
         if outer is not None:
-            outer.ground()
+            outer.drain()
         if not isinstance(state, list):
             check_saved(state)
             met = self._outer_state(outer, [state], 0)

@@ -84,7 +84,7 @@ class Landing(NamedTuple):
 class OuterRun:
     """The outer steps of one rank over its run, whose modules are the fragments.
 
-    A front end says `begin(weights)` once, `before(weights)` before each inner step if it can, and `send(weights)`
+    A front end calls `begin(weights)` once, `before(weights)` before each inner step if it can, and `send(weights)`
     after it; what `receive(weights)` returns are weights to write. `weights` has all tensors by name.
     """
 
@@ -414,14 +414,14 @@ class OuterRun:
         self.restore(state._replace(steps=state.met, flight=None, losses=losses, rates=NO_RATES))
         return dict(state.anchors)
 
-    def moved(self) -> None:
+    def ranks_changed(self) -> None:
         """Go on with other ranks, over which control variates do not add up to zero; what is on its way is sent again.
 
         The run must have dropped its steps.
         """
         self.restore(self.state._replace(variates=self._no_variates()))
 
-    def ground(self) -> None:
+    def drain(self) -> None:
         """Let what is on its way arrive, and forget the result: the states of the run can then be replaced.
 
         It is sent again after the next inner step, with the same result unless the states have changed.

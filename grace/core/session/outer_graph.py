@@ -163,7 +163,7 @@ class GraphOuter:
             self.losses["total"].assign_add(known)
             self.losses["number"].assign_add(self._number(1, "float64"))
 
-    def moved(self) -> None:
+    def ranks_changed(self) -> None:
         """Go on with other ranks, over which control variates do not add up to zero."""
         for spec, variate in zip(self._specs, self.variates, strict=False):
             variate.assign(self._of(spec.device).zeros(spec.numel, spec.work_dtype))
@@ -196,7 +196,7 @@ class GraphOuter:
                 "as many ranks, received what another one has; load one checkpoint per rank."
             )
             self._ops.require(self._number(0, "int64") > 0, error)
-        self.moved()
+        self.ranks_changed()
 
     def corrected(self, gradients: Mapping[int, Array], lr: Array) -> dict[int, Array]:
         """Return gradients of an inner step less the control variates, and note its learning rate."""

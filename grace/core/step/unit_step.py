@@ -37,7 +37,7 @@ class UnitStep:
     """One rank's step of a unit: states and a gradient in; a payload, the merged gradient and new states out.
 
     It changes nothing but itself, and nothing else changes it. The calls are `begin`, `compress` if the ranks
-    negotiate, `remember`, `bring_by` if the mean is sent on, and `conclude`. `seed` is that of the run.
+    negotiate, `remember`, `take_mean_from` if the mean is sent on, and `conclude`. `seed` is that of the run.
     `average=False` leaves sums undivided. With `rollback=False` it lets go of the memory's old state once it has read
     it, and writes over it if it is `owned`. `squares` needs a step that is `measured`. `onward` is the step of the unit
     as which the mean is sent on.
@@ -50,7 +50,7 @@ class UnitStep:
     # A 0-d condition: this rank's gradient, or its payload, is not finite.
     bad: Array = False
     # The step whose payload brings the mean of all ranks, if the communicator sends it on.
-    bringing: UnitStep | None = None
+    mean_from: UnitStep | None = None
     # What the payload decodes to, if `keep_sent` was called.
     decoded: Array | None = None
     # The new states, once the step is concluded.
@@ -328,9 +328,9 @@ class UnitStep:
             memory = narrow(unit, memory, ops, rounding_key(site.key.seed, site.key.step, site.rank))
         self.memory = memory
 
-    def bring_by(self, step: UnitStep | None) -> None:
+    def take_mean_from(self, step: UnitStep | None) -> None:
         """Take the mean of all ranks from the payload of another step; call it before `conclude`."""
-        self.bringing = step
+        self.mean_from = step
 
     def next_states(self) -> dict[str, State]:
         """Return the states with the memory as `remember` has left it."""
@@ -350,8 +350,8 @@ class UnitStep:
         `flags` are the conditions of all ranks, or one for all of them. The result's array is `out` if it could be
         written to, else in its own memory.
         """
-        if self.bringing is not None:
-            return self._conclude_mean(self.bringing, payloads, flags, out)
+        if self.mean_from is not None:
+            return self._conclude_mean(self.mean_from, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
         payloads = self._whole(payloads)
         merges = isinstance(unit.memory, Merging)
@@ -400,11 +400,11 @@ class UnitStep:
         return gradient, factor, memory
 
     def _conclude_mean(
-        self, bringing: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
+        self, source: UnitStep, payloads: Sequence[Payload], flags: Sequence[Array], out: Array | None
     ) -> Concluded:
         """Do the same with the one payload in which an owner has sent the mean on."""
-        unit, ops, there = self.unit, self.site.ops, bringing.site._replace(out=out)
-        gradient, factor = _merge_times(bringing.unit, payloads, unit.memory.gain, there)
+        unit, ops, there = self.unit, self.site.ops, source.site._replace(out=out)
+        gradient, factor = _merge_times(source.unit, payloads, unit.memory.gain, there)
         averages = all(step.unit.compressor.averages for step in (self, *self.chain))
         back = 1.0 if self._average or not averages else float(self.site.size)
         memory = self.memory
@@ -426,7 +426,7 @@ class UnitStep:
             yield onward
             onward = onward.onward
 
-    def of_mean(self) -> UnitStep:
+    def step_of_mean(self) -> UnitStep:
         """Return a step that sends the mean of the same unit back, without a memory and with other random numbers."""
         unit, site = self.unit, self.site
         unit = dataclasses.replace(unit, method=dataclasses.replace(unit.method, memory=memories.make("none")))

@@ -70,7 +70,7 @@ class Exchanging(Exchanges, Ruled):
         if config is None and "compressor" not in options:
             options = {**ONE_BIT, **options}
         self.grace = exchange = Momenta(config, process_set=process_set, **options)
-        exchange.serve(self)
+        exchange.attach(self)
         # Its gradients come uncompressed.
         exchange.optimizers = [Optimizer.of(type(self), self._rule.betas[0])._replace(adaptive=False)]
         if exchange._rank_of_ranks()[0] == 0:

@@ -154,7 +154,7 @@ class ModuleExchange(ModelExchange):
                 f"compression by a rule, for example rules=[{{'match': '{name}', 'compressor': 'none'}}]."
             )
         if not missing:
-            self.lend(name, gradient)
+            self.set_output(name, gradient)
         if self.loss_scale is not None:
             gradient = self.loss_scale.unscaled(gradient)
         self.run.current.ready(name, gradient, reference=self.reference(name), unused=missing)
