@@ -98,16 +98,11 @@ class Codecs:
         low, high = self._measured(config, few), self._measured(config, many)
         # Sums come as one payload. Of two_shot there are as many shards as ranks, but no more elements. What differs
         # there between few ranks and many is mostly noise, which must not grow with the ranks.
-        law = law_of(_communicator(_MATRIX, config, Ranks(ranks)))
+        law = law_of(communicator_of(_MATRIX, config, Ranks(ranks)))
         reach = {"allreduce": (many, many), "two_shot": (ranks, many)}.get(law, (ranks, ranks))
 
         def beyond(a: Cost, b: Cost) -> Cost:
-            return Cost(
-                *(
-                    x + min(max(0.0, y - x) * (min(n, ranks) - few) / (many - few), x * (min(n, ranks) / few - 1))
-                    for x, y, n in zip(a, b, reach, strict=True)
-                )
-            )
+            return Cost(*(grown(x, y, RANKS, min(n, ranks)) for x, y, n in zip(a, b, reach, strict=True)))
 
         return Codec(beyond(low.before, high.before), beyond(low.after, high.after), low.bytes, low.error)
 
@@ -141,6 +136,15 @@ class Codecs:
         return seconds, simulation.stats()["tensors"]["x"]["wire_bytes"] / numel, error
 
 
+def grown(low: float, high: float, measured: tuple[int, int], ranks: int) -> float:
+    """Return the seconds on so many ranks from those on two smaller numbers of ranks.
+
+    They grow as between these two, at least not at all and at most in proportion.
+    """
+    few, many = measured
+    return low + min(max(0.0, high - low) * (ranks - few) / (many - few), low * (ranks / few - 1))
+
+
 def _timed(simulation: Simulation, gradients: Sequence[Array]) -> tuple[float, float]:
     """Take a step; return the seconds of all ranks until their payloads are ready, and those of the rest.
 
@@ -167,7 +171,7 @@ def buckets(
     `ready` has the seconds after which each gradient is there. Raises ConfigError for a communicator of which the model
     does not know what it sends, and for a `local_size` of hierarchical that is not that of the ranks.
     """
-    carried = {spec.name: _communicator(spec, config, ranks) for spec in specs}
+    carried = {spec.name: communicator_of(spec, config, ranks) for spec in specs}
     if unknown := sorted({law_of(each) for each in carried.values()} - LAWS.keys()):
         raise ConfigError(f"the cost model does not know the communicator {unknown[0]}; it knows {', '.join(LAWS)}.")
     nodes = [each for each in carried.values() if isinstance(each, Hierarchical)]
@@ -303,7 +307,8 @@ def _payload(unit: Unit, codec: Codec) -> float:
     return unit.spec.numel * codec.bytes if sent is None else float(sent)
 
 
-def _communicator(spec: TensorSpec, config: Config, ranks: Ranks) -> Communicator:
+def communicator_of(spec: TensorSpec, config: Config, ranks: Ranks) -> Communicator:
+    """Return the communicator of a tensor with a configuration on so many ranks."""
     rule = config.rule_for(spec)
     item = Assignment(spec, rule.method if rule else config.method, index_coding=config.index_coding)
     return item.method.communicator.resolve(item, ranks)[0]

@@ -8,17 +8,24 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from grace.advice.cost import communicator_of, grown, law_of
+from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.plan.plan import make_plan
 from grace.core.spec import Array, TensorSpec
 
 if TYPE_CHECKING:
+    from grace.bench.codec import LocalStep
     from grace.core.config.config import Config
+    from grace.core.ops.composites import ArrayOps
+    from grace.core.plan.unit import Unit
     from grace.core.session.exchange import Exchange
 
 # A codec is timed on so many of the largest tensors, each cut to so many elements, and on the first ones of each. The
 # default rules compress no smaller tensor.
 _TENSORS, _ELEMENTS, _SMALL, _REPETITIONS = 3, 1_000_000, 1_024, 3
+# A rank merges payloads of at most so many ranks while it is timed. The cost of more goes on as between these.
+_MERGED = (2, 4)
 
 
 class Watch:
@@ -118,7 +125,6 @@ class Watch:
     def _codec(self, config: Config) -> dict[str, Any]:
         """Return seconds per unit and per element of a step with the codec, and |x - C(x)|^2 / |x|^2 of the samples."""
         seconds, elements, fixed, error, size = 0.0, 0, 0.0, 0.0, 0.0
-        made_step = self.exchange.local_step
         try:
             made = type(config)(config.method, default_rules=False, granularity="layer", split_bytes=0)
             for name, x in self._samples.items():
@@ -127,11 +133,12 @@ class Watch:
                 (unit,) = make_plan([spec], made).units
                 small = TensorSpec(name, (_SMALL // 32, 32), spec.dtype, spec.device)
                 (small_unit,) = make_plan([small], made).units
-                seconds += _timed(made_step(unit, ops, 2), x, ops)
-                fixed += _timed(made_step(small_unit, ops, 2), x[:_SMALL], ops)
+                merged_by_rank = self._merged(spec, made)
+                seconds += self._timed(unit, x, ops, merged_by_rank)
+                fixed += self._timed(small_unit, x[:_SMALL], ops, merged_by_rank)
                 elements += spec.numel
                 # By one rank alone, because the errors of several are smaller together.
-                step = made_step(unit, ops, 1)
+                step = self.exchange.local_step(unit, ops, 1)
                 merged = step.run(x, 0, step.receive([x], 0)).gradient
                 error += float(ops.norm(x - ops.reshape(merged, (spec.numel,)))) ** 2
                 size += float(ops.norm(x)) ** 2
@@ -143,6 +150,28 @@ class Watch:
         each = max(0.0, seconds - fixed) / elements
         return {"fixed": fixed / count, "element": each, "error": error / size if size else 0.0}
 
+    def _merged(self, spec: TensorSpec, config: Config) -> int:
+        """Return how many payloads of a tensor a rank merges, at least two.
+
+        A sum is one payload on any number of ranks. Shards that a rank merges have as many elements as two payloads.
+        """
+        ranks = self.exchange.ranks
+        modules = self.exchange._modules_for(ranks)
+        communicator = (modules and modules.communicator) or communicator_of(spec, config, ranks)
+        if law_of(communicator) not in ("allgather", "broadcast"):
+            return 2
+        nodes = communicator.ranks_per_node(ranks) if isinstance(communicator, Hierarchical) else 1
+        return max(2, ranks.size // nodes)
+
+    def _timed(self, unit: Unit, x: Array, ops: ArrayOps, merged: int) -> float:
+        """Return the seconds of a rank for its step with a unit, if it merges the payloads of so many ranks."""
+
+        def took(ranks: int) -> float:
+            return _timed(self.exchange.local_step(unit, ops, ranks), x, ops)
+
+        few, many = _MERGED
+        return took(merged) if merged <= many else grown(took(few), took(many), _MERGED, merged)
+
 
 def _cut(spec: TensorSpec) -> TensorSpec:
     """Return a tensor with at most so many elements, of the same number of columns if it has several dimensions."""
@@ -152,11 +181,11 @@ def _cut(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.name, (_ELEMENTS // columns, columns), spec.dtype, spec.device)
 
 
-def _timed(step: Any, x: Array, ops: Any) -> float:
-    """Return the seconds of the step of one of two ranks."""
+def _timed(step: LocalStep, x: Array, ops: ArrayOps) -> float:
+    """Return the seconds of a rank for a local step."""
     found = []
     for number in range(1 + _REPETITIONS):
-        arrived = step.receive([x, x], number)
+        arrived = step.receive([x] * step.ranks, number)
         begin = time.perf_counter()
         done = step.run(ops.copy(x), number, arrived)
         # Reading one number waits for the device.

@@ -514,6 +514,35 @@ def test_codecs_are_measured_on_gradients_of_the_job():
     assert seen["codecs"]["qsgd"]["element"] > 0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "method", "measured", "merged"),
+    [
+        (2, {"compressor": "topk"}, {2}, 2),
+        (3, {"compressor": "topk"}, {3}, 3),
+        # The cost goes on as from 2 payloads to 4.
+        (8, {"compressor": "topk"}, {2, 4}, 8),
+        (8, {"compressor": "topk", "communicator": {"name": "hierarchical", "local_size": 2}}, {4}, 4),
+        # Sums, and shards.
+        (8, {"compressor": "powersgd"}, {2}, 2),
+        (8, {"compressor": "qsgd"}, {2}, 2),
+    ],
+)
+def test_codecs_merge_as_many_payloads_as_in_the_job(ranks, method, measured, merged, monkeypatch):
+    simulation = grace.Simulation(ranks, {"a": (256, 256)}, {"compressor": "none"})
+    watching = Watch(simulation, 1)
+    watching._samples["a"] = np.ones(256 * 256, np.float32)
+    timed = []
+
+    def took(step, x, ops):
+        timed.append(step.ranks)
+        return x.size * (1.0 + step.ranks)
+
+    monkeypatch.setattr(watch, "_timed", took)
+    codec = watching._codec(grace.make_config(method))
+    assert set(timed) == measured
+    assert codec["fixed"] == pytest.approx(1024 * (1.0 + merged))
+
+
 def test_auto_is_short_for_none_with_auto_and_refused_where_it_cannot_work():
     made = grace.make_config(compressor="auto")
     assert made == grace.make_config(compressor="none", auto=True)
