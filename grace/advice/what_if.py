@@ -138,7 +138,7 @@ def add_what_if(commands: Any) -> None:
     what.add_argument("--params", metavar="N", help="parameters of the model, such as 124M; needs --compute")
     own = "your own model: build() returns it and the function of its loss; one step is measured here"
     what.add_argument("--model", metavar="FILE.py:FUNCTION", help=own)
-    trace = "timeline of grace (GRACE_TIMELINE) of uncompressed training; needs --compute"
+    trace = "timeline of grace (GRACE_TIMELINE) of training with a compressor, such as fp16; needs --compute"
     what.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     add("--compute", metavar="TIME", help="time of a step without exchange on one rank, such as 250ms")
     ranks = "numbers of ranks, or a range such as 2:16384 in powers of two (default: 2:64)"
@@ -343,18 +343,21 @@ def _own(text: str, compute: float | None) -> Model:
 
 
 def _traced(path: Path, compute: float) -> Model:
-    """Return the model of a timeline: a tensor per bucket of its first step, as large as the bucket."""
+    """Return the model of a timeline: a tensor per bucket, as large as its gradients together."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
-        sent = {e["tid"]: e["args"]["bytes"] for e in reversed(events) if e.get("name") == "send"}
+        found = {e["tid"]: e["args"]["dense_bytes"] for e in events if e.get("name") == "send"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--trace: '{path}' is not a timeline of grace ({type(error).__name__}: {error}); write one with "
             "GRACE_TIMELINE=FILE."
         ) from None
-    if not sent:
-        raise ConfigError(f"--trace: '{path}' has no buckets; let it record a step of uncompressed training.")
-    specs = _tensors([max(1, nbytes // 4) for _, nbytes in sorted(sent.items(), reverse=True)])
+    if not found:
+        raise ConfigError(
+            f"--trace: '{path}' shows no gradients. Without compression, DDP and Horovod exchange them, and grace does "
+            "not see their sizes; record a step with a compressor, such as fp16."
+        )
+    specs = _tensors([max(1, nbytes // 4) for _, nbytes in sorted(found.items(), reverse=True)])
     return Model(path.name, specs, assumed(specs, compute))
 
 

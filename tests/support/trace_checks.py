@@ -39,6 +39,7 @@ def check_trace(events: list[dict[str, Any]], stats: dict[str, Any], rank: int, 
         assert [event["name"] for event in mine] == [phase for phase in PHASES if told[phase] is not None]
         assert {event["args"]["bytes"] for event in mine} == {told["wire_bytes"]}
         assert all(told["tensors"][0] in event["args"]["tensors"] for event in mine)
+        assert len({event["args"]["dense_bytes"] for event in mine}) == 1
         for event in mine:
             begin, end = told[event["name"]]
             assert event["dur"] == pytest.approx((end - begin) * 1e6, abs=2)

@@ -173,7 +173,8 @@ class Timeline:
                 events += self._new_row(bucket)
             row, names = self._rows[bucket.name], tensors_of(bucket)
             some = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}, {len(names)} in all"
-            details = {"step": step, "bytes": int(sent(bucket.name) or 0), "tensors": some}
+            dense = sum(unit.spec.nbytes for unit in bucket.units)
+            details = {"step": step, "bytes": int(sent(bucket.name) or 0), "dense_bytes": dense, "tensors": some}
             for phase, span in phases[bucket.name].items():
                 if span is not None:
                     begin, end = (round(moment * 1e6) for moment in span)
