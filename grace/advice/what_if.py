@@ -32,7 +32,7 @@ from grace.bench.variants import Variant, import_own, parse_variants
 from grace.core.config.config import make_config
 from grace.core.errors import ConfigError
 from grace.core.observe.table import align
-from grace.core.spec import Ranks, TensorSpec
+from grace.core.spec import ITEMSIZE, Ranks, TensorSpec
 
 COMPRESSORS = ("qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
 # With --nodes, also these.
@@ -40,6 +40,7 @@ BY_NODES = ("qsgd:communicator=hierarchical", "topk:communicator=hierarchical")
 # Always in the table: uncompressed gradients, which is what DDP sends, and 16 bits, which cost nothing to try.
 ALWAYS = ("none", "fp16")
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
+DTYPES = ("float32", "bfloat16", "float16")
 # A method pays if it is predicted to be at least so many times as fast as no compression.
 PAYS = 1.05
 # The knee is where less than this share of a step without compression is compute.
@@ -62,6 +63,11 @@ class Model:
     def compute(self) -> float:
         """Seconds of a step without exchange."""
         return self.passes.compute
+
+    @property
+    def dtypes(self) -> str:
+        """The types of the gradients."""
+        return " and ".join(dict.fromkeys(spec.dtype for spec in self.specs))
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,8 @@ def add_what_if(commands: Any) -> None:
     what.add_argument("--model", metavar="FILE.py:FUNCTION", help=own)
     trace = "timeline of grace (GRACE_TIMELINE) of training with a compressor, such as fp16; needs --compute"
     what.add_argument("--trace", type=Path, metavar="FILE", help=trace)
+    dtype = "type of the gradients, with --params and --trace (default: float32); --model has its own"
+    add("--dtype", choices=DTYPES, help=dtype)
     add("--compute", metavar="TIME", help="time of a step without exchange on one rank, such as 250ms")
     ranks = "numbers of ranks, or a range such as 2:16384 in powers of two (default: 2:64)"
     add("--ranks", nargs="+", default=["2:64"], metavar="N", help=ranks)
@@ -305,23 +313,26 @@ def _seconds(text: str, option: str) -> float:
 def _model(args: argparse.Namespace) -> Model:
     compute = _seconds(args.compute, "--compute") if args.compute else None
     if args.model:
+        if args.dtype:
+            raise ConfigError("--dtype is for --params and --trace, and a --model has its own; leave it out.")
         return _own(args.model, compute)
+    dtype = args.dtype or DTYPES[0]
     option = "--params" if args.params else "--trace"
     if compute is None:
         raise ConfigError(f"{option} needs --compute, the time of a step without exchange on one rank, such as 250ms.")
     if args.trace:
-        return _traced(args.trace, compute)
+        return _traced(args.trace, compute, dtype)
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBG]?)", args.params.upper())
     numel = round(float(found[1]) * _SUFFIXES.get(found[2], 1)) if found else 0
     if numel < 1:
         raise ConfigError(f"--params: expected a number of parameters, such as 124M, received '{args.params}'.")
-    specs = _tensors([TENSOR] * (numel // TENSOR) + [numel % TENSOR])
+    specs = _tensors([TENSOR] * (numel // TENSOR) + [numel % TENSOR], dtype)
     return Model(f"{args.params} parameters", specs, assumed(specs, compute))
 
 
-def _tensors(numels: Sequence[int]) -> list[TensorSpec]:
+def _tensors(numels: Sequence[int], dtype: str) -> list[TensorSpec]:
     shapes = [(2048, n // 2048) if n % 2048 == 0 else (n, 1) for n in numels if n]
-    return [TensorSpec(f"tensor {i}", shape) for i, shape in enumerate(shapes)]
+    return [TensorSpec(f"tensor {i}", shape, dtype) for i, shape in enumerate(shapes)]
 
 
 def _own(text: str, compute: float | None) -> Model:
@@ -338,11 +349,11 @@ def _own(text: str, compute: float | None) -> Model:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"--model: expected a module of PyTorch, received {type(model).__name__}.")
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    specs = [TensorSpec(name, tuple(p.shape)) for name, p in named]
+    specs = [TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named]
     return Model(text, specs, measured(model, loss) if compute is None else assumed(specs, compute))
 
 
-def _traced(path: Path, compute: float) -> Model:
+def _traced(path: Path, compute: float, dtype: str) -> Model:
     """Return the model of a timeline: a tensor per bucket, as large as its gradients together."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
@@ -357,7 +368,8 @@ def _traced(path: Path, compute: float) -> Model:
             f"--trace: '{path}' shows no gradients. Without compression, DDP and Horovod exchange them, and grace does "
             "not see their sizes; record a step with a compressor, such as fp16."
         )
-    specs = _tensors([max(1, nbytes // 4) for _, nbytes in sorted(found.items(), reverse=True)])
+    itemsize = ITEMSIZE[dtype]
+    specs = _tensors([max(1, nbytes // itemsize) for _, nbytes in sorted(found.items(), reverse=True)], dtype)
     return Model(path.name, specs, assumed(specs, compute))
 
 
@@ -393,7 +405,8 @@ def lines(answer: Answer) -> list[str]:
     return [
         answer.sentence,
         "",
-        f"{answer.model.name}, {numel / 1e6:.1f} M parameters, {_time(answer.model.compute)} of compute per step, "
+        f"{answer.model.name}, {numel / 1e6:.1f} M parameters in {answer.model.dtypes}, "
+        f"{_time(answer.model.compute)} of compute per step, "
         f"{machine.ranks} ranks, {nodes}{_rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
         "message",
         *align([head, *cells], right=range(1, len(head))),
@@ -423,6 +436,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
         "sentence": answer.sentence,
         "model": answer.model.name,
         "parameters": sum(spec.numel for spec in answer.model.specs),
+        "dtypes": answer.model.dtypes,
         "compute": answer.model.compute,
         "machine": dataclasses.asdict(machine),
         "best": answer.best.label,

@@ -126,6 +126,24 @@ def test_a_model_of_the_user_is_measured(capsys, tmp_path):
     assert "0.0 M parameters" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_gradients_have_as_many_bytes_as_their_type(dtype, itemsize, capsys, tmp_path):
+    torch = pytest.importorskip("torch")
+    own, found = tmp_path / f"mine_in_{dtype}.py", tmp_path / "found.json"
+    own.write_text(
+        f"import torch\n\n\ndef build():\n    model = torch.nn.Linear(300, 100, dtype=torch.{dtype})\n"
+        f"    return model, lambda: model(torch.ones(2, 300, dtype=torch.{dtype})).sum()\n"
+    )
+    assert getattr(torch, dtype).itemsize == itemsize
+    for model, numel in ((["--model", f"{own}:build"], 30_100), (["--params", "3M", "--dtype", dtype], 3_000_000)):
+        arguments = [*model, "--compute", "10ms", "--ranks", "2", "--compressors", "fp16", "--json", str(found)]
+        assert main(["what-if", *arguments]) == 0
+        rows = {row["method"]: row for row in json.loads(found.read_text())["rows"]}
+        # Of two ranks in a ring, each sends a copy.
+        assert rows["none"]["sent"] == itemsize * numel
+        assert f"M parameters in {dtype}, " in capsys.readouterr().out
+
+
 def test_a_timeline_gives_the_sizes_of_buckets(capsys, tmp_path, monkeypatch):
     import numpy as np
 
@@ -152,6 +170,7 @@ def test_a_timeline_gives_the_sizes_of_buckets(capsys, tmp_path, monkeypatch):
         (["--params", "1M", "--compute", "1s", "--every", "0"], "--every"),
         (["--params", "1M", "--compute", "1s", "--codec-speed", "-1"], "--codec-speed"),
         (["--model", "mlp"], "FILE.py:FUNCTION"),
+        (["--model", "mine.py:build", "--dtype", "float16"], "--dtype is for --params and --trace"),
         (["--trace", "missing.json", "--compute", "1s"], "GRACE_TIMELINE"),
         (["--params", "1M", "--compute", "1s", "--html", "missing/page.html"], "cannot be written"),
     ],
