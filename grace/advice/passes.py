@@ -44,35 +44,62 @@ def assumed(specs: Sequence[TensorSpec], compute: float) -> Passes:
     return Passes(compute - backward, backward, ready)
 
 
-def measured(model: Any, loss: Callable[[], Any], steps: int = STEPS) -> Passes:
+class Clock(NamedTuple):
+    """A clock of a device: `now` notes a moment of the work that it was given, `between` has the seconds of two."""
+
+    now: Callable[[], Any]
+    between: Callable[[Any, Any], float]
+
+
+def clock_of(device: Any) -> Clock:
+    """Return the clock of a device of PyTorch: on a GPU, its own events, because the host runs ahead of it."""
+    if device.type != "cuda":
+        return Clock(time.perf_counter, lambda begin, end: end - begin)
+    from torch.cuda import Event, current_stream
+
+    def now() -> Any:
+        event = Event(enable_timing=True)
+        event.record(current_stream(device))
+        return event
+
+    def between(begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return Clock(now, between)
+
+
+def measured(model: Any, loss: Callable[[], Any], steps: int = STEPS, clock: Clock | None = None) -> Passes:
     """Return the medians of some steps of a PyTorch module in this process; the function returns the loss of a batch.
 
-    Gradients of the module are None afterwards.
+    The clock is that of the device with the parameters if none is given. Gradients of the module are None afterwards.
     """
-    now: dict[str, float] = {}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    now, between = clock or clock_of(next(iter(named.values())).device)
+    ready: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[Any], None]:
-        return lambda parameter: now.__setitem__(name, time.perf_counter())
+        return lambda parameter: ready.__setitem__(name, now())
 
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     handles = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named.items()]
     seen: list[tuple[float, float, dict[str, float]]] = []
     # The first step allocates.
     for _ in range(steps + 1):
-        now.clear()
-        begin = time.perf_counter()
+        ready.clear()
+        begin = now()
         value = loss()
-        middle = time.perf_counter()
+        middle = now()
         value.backward()
-        end = time.perf_counter()
+        end = now()
         # A parameter without a gradient is settled when the pass ends.
-        seen.append((middle - begin, end - middle, {name: now.get(name, end) - middle for name in named}))
+        gradients = {name: between(middle, ready.get(name, end)) for name in named}
+        seen.append((between(begin, middle), between(middle, end), gradients))
         model.zero_grad()
     for handle in handles:
         handle.remove()
-    forward, backward, ready = zip(*seen[1:], strict=True)
+    forward, backward, times = zip(*seen[1:], strict=True)
     return Passes(
         statistics.median(forward),
         statistics.median(backward),
-        {name: statistics.median(each[name] for each in ready) for name in named},
+        {name: statistics.median(each[name] for each in times) for name in named},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,13 @@ class Model:
     name: str
     specs: Sequence[TensorSpec]
     passes: Passes
+    #: On what the passes were measured; empty if their time was given.
+    device: str = ""
+
+    @property
+    def where(self) -> str:
+        """The device as words of a sentence."""
+        return f" (measured here on {self.device})" if self.device else ""
 
     @property
     def compute(self) -> float:
@@ -180,12 +188,15 @@ def run_what_if(args: argparse.Namespace) -> int:
     # Local imports: NumPy reads the number of threads when it is imported.
     from grace.bench.frameworks import set_threads, set_up
 
+    # The model of a user has the threads of its training, and codecs have one.
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
     set_threads(1)
     import_own(args.modules)
     given = parse_variants(args.compressors or COMPRESSORS + BY_NODES * bool(args.nodes))
     always = [Variant(name) for name in ALWAYS]
     variants = list({variant.label: variant for variant in (*always, *given)}.values())
-    model = _model(args)
+    model = _model(args, threads)
     from grace.advice.cost import Codecs
 
     codecs = Codecs(set_up("numpy", "cpu", 1, True))
@@ -310,12 +321,12 @@ def _seconds(text: str, option: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _model(args: argparse.Namespace) -> Model:
+def _model(args: argparse.Namespace, threads: int) -> Model:
     compute = _seconds(args.compute, "--compute") if args.compute else None
     if args.model:
         if args.dtype:
             raise ConfigError("--dtype is for --params and --trace, and a --model has its own; leave it out.")
-        return _own(args.model, compute)
+        return _own(args.model, compute, threads)
     dtype = args.dtype or DTYPES[0]
     option = "--params" if args.params else "--trace"
     if compute is None:
@@ -335,8 +346,8 @@ def _tensors(numels: Sequence[int], dtype: str) -> list[TensorSpec]:
     return [TensorSpec(f"tensor {i}", shape, dtype) for i, shape in enumerate(shapes)]
 
 
-def _own(text: str, compute: float | None) -> Model:
-    """Return a model of the user, with the time of its step if `compute` is None."""
+def _own(text: str, compute: float | None, threads: int) -> Model:
+    """Return a model of the user; if `compute` is None, its passes are measured with so many threads."""
     from grace.bench.step.own import check_model, load_builder
 
     if ":" not in text:
@@ -345,12 +356,19 @@ def _own(text: str, compute: float | None) -> Model:
     model, loss = load_builder(text)()
     import torch
 
-    torch.set_num_threads(1)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"--model: expected a module of PyTorch, received {type(model).__name__}.")
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     specs = [TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named]
-    return Model(text, specs, measured(model, loss) if compute is None else assumed(specs, compute))
+    if not named:
+        raise ConfigError("--model: expected a model with parameters to train, received one without; unfreeze some.")
+    if compute is not None:
+        return Model(text, specs, assumed(specs, compute))
+    torch.set_num_threads(threads)
+    passes, device = measured(model, loss), named[0][1].device
+    torch.set_num_threads(1)
+    on_cpu = f"{threads} thread{'s' if threads > 1 else ''} of this CPU"
+    return Model(text, specs, passes, on_cpu if device.type == "cpu" else str(device))
 
 
 def _traced(path: Path, compute: float, dtype: str) -> Model:
@@ -406,7 +424,7 @@ def lines(answer: Answer) -> list[str]:
         answer.sentence,
         "",
         f"{answer.model.name}, {numel / 1e6:.1f} M parameters in {answer.model.dtypes}, "
-        f"{_time(answer.model.compute)} of compute per step, "
+        f"{_time(answer.model.compute)} of compute per step{answer.model.where}, "
         f"{machine.ranks} ranks, {nodes}{_rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
         "message",
         *align([head, *cells], right=range(1, len(head))),

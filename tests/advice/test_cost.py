@@ -1,6 +1,7 @@
 """The cost of an exchange: bytes beside those of a simulation, and times that are positive and grow."""
 
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from grace import Simulation
 from grace.advice import cost
 from grace.advice.model import Round
-from grace.advice.passes import assumed, measured
+from grace.advice.passes import Clock, assumed, clock_of, measured
 from grace.bench.frameworks import set_up
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.config import make_config
@@ -137,6 +138,40 @@ def test_passes_are_measured_with_the_gradients_in_the_order_in_which_they_come(
     twice = found.scaled(2 * found.compute)
     assert twice.compute == pytest.approx(2 * found.compute)
     assert twice.ready["9.weight"] == pytest.approx(2 * found.ready["9.weight"])
+
+
+def test_passes_have_the_clock_of_the_device():
+    torch = pytest.importorskip("torch")
+    model, moments = torch.nn.Linear(3, 1), itertools.count()
+    # Forward pass, gradients of weight and bias, end: each moment is 2 s after the one before.
+    clock = Clock(lambda: next(moments), lambda begin, end: 2.0 * (end - begin))
+    found = measured(model, lambda: model(torch.ones(1, 3)).sum(), clock=clock)
+    assert (found.forward, found.backward) == (2.0, 6.0)
+    assert sorted(found.ready.values()) == [2.0, 4.0]
+
+
+def test_the_clock_of_a_gpu_is_that_of_its_events(monkeypatch):
+    torch = pytest.importorskip("torch")
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            log.append(stream)
+
+        def synchronize(self):
+            log.append("waited")
+
+        def elapsed_time(self, end):
+            return 1500.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    now, between = clock_of(torch.device("cuda", 1))
+    assert between(now(), now()) == 1.5
+    assert log == ["stream of cuda:1", "stream of cuda:1", "waited"]
 
 
 def test_costs_are_measured_once_and_extrapolated_beyond_eight_ranks():

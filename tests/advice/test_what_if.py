@@ -1,6 +1,7 @@
 """`grace what-if`: its sentence, tables and files, and its refusals."""
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -15,6 +16,13 @@ from grace.bench.variants import Variant
 from grace.cli import main
 from grace.core.spec import TensorSpec
 
+OWN = """
+import torch
+
+def build():
+    model = torch.nn.Linear(300, 100)
+    return model, lambda: model(torch.ones(2, 300)).sum()
+"""
 SMALL = ["what-if", "--params", "3M", "--compute", "50ms", "--compressors", "qsgd", "--ranks", "2:8"]
 
 
@@ -118,22 +126,38 @@ def test_nodes_may_exchange_shards_that_their_ranks_have_added(monkeypatch):
 def test_a_model_of_the_user_is_measured(capsys, tmp_path):
     pytest.importorskip("torch")
     own = tmp_path / "mine_what_if.py"
-    own.write_text(
-        "import torch\n\n\ndef build():\n    model = torch.nn.Linear(300, 100)\n"
-        "    return model, lambda: model(torch.ones(2, 300)).sum()\n"
-    )
+    own.write_text(OWN)
     assert main(["what-if", "--model", f"{own}:build", "--ranks", "2", "--compressors", "fp16"]) == 0
     assert "0.0 M parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("", len(os.sched_getaffinity(0)))])
+def test_a_model_is_measured_with_the_threads_of_its_user(told, threads, capsys, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    own = tmp_path / f"mine_on_{threads}_{len(told)}.py"
+    own.write_text(OWN)
+    found = []
+    real = what_if.measured
+    monkeypatch.setattr(what_if, "measured", lambda *given: found.append(torch.get_num_threads()) or real(*given))
+    assert main(["what-if", "--model", f"{own}:build", "--ranks", "2", "--compressors", "fp16"]) == 0
+    assert (found, torch.get_num_threads()) == ([threads], 1)
+    assert f"(measured here on {threads} thread" in capsys.readouterr().out
+
+
+def test_a_model_with_nothing_to_train_is_refused(capsys, tmp_path):
+    pytest.importorskip("torch")
+    own = tmp_path / "mine_frozen.py"
+    own.write_text(OWN.replace("    return", "    model.requires_grad_(False)\n    return"))
+    assert main(["what-if", "--model", f"{own}:build", "--ranks", "2"]) == 2
+    assert "expected a model with parameters to train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_gradients_have_as_many_bytes_as_their_type(dtype, itemsize, capsys, tmp_path):
     torch = pytest.importorskip("torch")
     own, found = tmp_path / f"mine_in_{dtype}.py", tmp_path / "found.json"
-    own.write_text(
-        f"import torch\n\n\ndef build():\n    model = torch.nn.Linear(300, 100, dtype=torch.{dtype})\n"
-        f"    return model, lambda: model(torch.ones(2, 300, dtype=torch.{dtype})).sum()\n"
-    )
+    own.write_text(OWN.replace("00)", f"00, dtype=torch.{dtype})"))
     assert getattr(torch, dtype).itemsize == itemsize
     for model, numel in ((["--model", f"{own}:build"], 30_100), (["--params", "3M", "--dtype", dtype], 3_000_000)):
         arguments = [*model, "--compute", "10ms", "--ranks", "2", "--compressors", "fp16", "--json", str(found)]
