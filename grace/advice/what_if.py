@@ -281,6 +281,10 @@ def _machines(args: argparse.Namespace) -> list[Machine]:
         if not found or not int(found[1]) or not int(found[2]):
             raise ConfigError(f"--nodes: expected NODESxRANKS, such as 128x8, received '{args.nodes}'.")
         nodes, local = int(found[1]), int(found[2])
+        if nodes * local < 2:
+            raise ConfigError(
+                f"--nodes: expected at least 2 ranks in all, received '{args.nodes}'; one rank exchanges nothing."
+            )
         counts = [n for n in _powers(1, nodes) if n * local > 1]
         return [Machine(n * local, link, local, inside) for n in counts]
     return [Machine(n, link, 1, inside) for n in _ranks(args.ranks)]
@@ -292,6 +296,11 @@ def _ranks(given: Sequence[str]) -> list[int]:
         first, colon, last = text.partition(":")
         if not first.isdigit() or (colon and not last.isdigit()) or int(first) < 2:
             raise ConfigError(f"--ranks: expected numbers from 2 on, or a range such as 2:16384, received '{text}'.")
+        if colon and int(last) < int(first):
+            raise ConfigError(
+                f"--ranks: expected a range that begins with its smaller number, received '{text}'; write "
+                f"'{max(2, int(last))}:{first}'."
+            )
         found.update(_powers(int(first), int(last)) if colon else [int(first)])
     return sorted(found)
 
@@ -308,7 +317,7 @@ def _powers(first: int, last: int) -> list[int]:
 def _link(text: str, option: str, usual: float) -> Link:
     """Return the link of an argument; `usual` is its latency if the text names none."""
     rate, _, latency = text.partition(":")
-    bits = rate_of(rate)
+    bits = rate_of(rate, option)
     if bits is None:
         raise ConfigError(f"{option}: expected a rate such as 10gbit, received '{text}'.")
     return Link(bits / 8, _seconds(latency, option) if latency else usual)

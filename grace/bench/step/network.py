@@ -57,17 +57,18 @@ TRIAL = (
 )
 
 
-def rate_of(link: str) -> int | None:
+def rate_of(link: str, option: str = "--link") -> int | None:
     """Return the bits per second of a link: a name of LINKS, or a number with a unit, such as 300mbit.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for anything else that the option was given.
     """
     if link in LINKS:
         return LINKS[link]
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", link)
     if not found or not float(found[1]):
         raise ConfigError(
-            f"--link: expected {', '.join(LINKS)}, or a rate such as 300mbit, received '{link}'.{nearest(link, LINKS)}"
+            f"{option}: expected {', '.join(LINKS)}, or a rate such as 300mbit, received '{link}'."
+            f"{nearest(link, LINKS)}"
         )
     return round(float(found[1]) * UNITS[found[2]])
 
