@@ -19,7 +19,7 @@ from typing import Any
 
 from grace.advice.candidates import NONE
 from grace.advice.hook import ADVICE, FIRST, FOLDER, LINE, MEASURED, REFUSED, SEEN
-from grace.bench.command import INTERRUPTED
+from grace.bench.command import INTERRUPTED, check_writable
 from grace.bench.step.command import ended_by_signals
 from grace.core.config.config import ENVIRONMENT_VARIABLE
 from grace.core.errors import ConfigError, GraceError
@@ -59,7 +59,9 @@ def run_advise(args: argparse.Namespace) -> int:
     """
     if shutil.which(args.program[0]) is None:
         raise ConfigError(f"the program '{args.program[0]}' was not found; name one that is on the PATH, or its path.")
-    if args.output.exists() and not args.output.read_text(encoding="utf-8").startswith(_MARK):
+    for path in filter(None, (args.output, args.json)):
+        check_writable(path)
+    if args.output.exists() and not args.output.read_bytes().startswith(_MARK.encode()):
         raise ConfigError(f"--output: '{args.output}' exists, and grace advise has not written it; name another file.")
     with tempfile.TemporaryDirectory(prefix="grace-advise-") as folder:
         Path(folder, "sitecustomize.py").write_text(_CUSTOMIZE, encoding="utf-8")

@@ -158,7 +158,8 @@ def check_writable(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file.") from None
     if not existed:
-        path.unlink()
+        # Another process may have checked the same file.
+        path.unlink(missing_ok=True)
 
 
 def check_plot(path: Path) -> None:

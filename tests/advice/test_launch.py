@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from grace import cli
+from grace.advice import launch
 from grace.advice.candidates import changes
 from tests.support.launch import command, environment
 
@@ -210,5 +211,16 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     assert cli.main(["advise", "--", "no-such-program"]) == 2
     assert "the program 'no-such-program' was not found" in capsys.readouterr().err
     (tmp_path / "grace.toml").write_text('compressor = "topk"\n')
-    assert cli.main(["advise", "--output", str(tmp_path / "grace.toml"), "--", sys.executable]) == 2
-    assert "exists, and grace advise has not written it" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("grace.toml", "binary"):
+        assert cli.main(["advise", "--output", str(tmp_path / name), "--", sys.executable]) == 2
+        assert "exists, and grace advise has not written it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--output", "--json"])
+@pytest.mark.parametrize("name", ["missing/file", "."])
+def test_files_that_cannot_be_written_are_refused_before_the_run(option, name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the script has run"))
+    assert cli.main(["advise", option, name, "--", sys.executable]) == 2
+    assert f"'{name}' cannot be written" in capsys.readouterr().err
