@@ -142,9 +142,13 @@ def _without(status: int | None, seen: bool, timeout: float) -> int:
 
 def _what_to_do(found: dict[str, Any], line: str | None, args: argparse.Namespace) -> str:
     """Write the configuration, and return how it is used: by a line of the script, if that does not call grace."""
-    if found["best"] == NONE:
+    none = found["best"] == NONE
+    if none and not args.output.exists():
         return "Train without compression. No configuration was written."
     args.output.write_text(f"{_MARK}\n{found['toml']}", encoding="utf-8")
+    if none:
+        # A script may read the file.
+        return f"Train without compression. {args.output}, of an earlier advice, now says so."
     command = shlex.join(args.program)
     if line is not None:
         return f"{args.output} has this method. {line.format(file=json.dumps(str(args.output)))}"

@@ -11,6 +11,7 @@ import pytest
 from grace import cli
 from grace.advice import launch
 from grace.advice.candidates import changes
+from grace.core.config.config import make_config
 from tests.support.launch import command, environment
 
 DDP = """
@@ -188,6 +189,20 @@ def test_a_script_without_an_exchange_ends_with_a_message(program, options, stat
     output = ["--output", str(tmp_path / "grace.toml")]
     assert cli.main(["advise", *output, *options, "--", sys.executable, "-c", program]) == status
     assert expected in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_method_of_an_earlier_advice_does_not_stay_if_none_is_best(tmp_path, capfd):
+    output = tmp_path / "grace.toml"
+    command = ["advise", "--output", str(output), "--", sys.executable, "-c"]
+    for method, written in (("none", None), ("qsgd", "qsgd"), ("none", "none")):
+        found = {"text": "the advice", "best": method, "toml": f'compressor = "{method}"\n'}
+        program = LEAVE.format(["seen", "first", "advice.json"]).replace('"left by a rank"', repr(json.dumps(found)))
+        assert cli.main([*command, program]) == 0
+        assert (make_config(output).method.compressor if output.exists() else None) == (
+            written and make_config(compressor=written).method.compressor
+        )
+    assert f"{output}, of an earlier advice, now says so." in capfd.readouterr().out
 
 
 @pytest.mark.processes
