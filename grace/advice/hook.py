@@ -19,8 +19,9 @@ from typing import Any
 #: The environment variable with the folder in which ranks leave what they have to say.
 FOLDER = "GRACE_ADVISE"
 #: The file of each kind in that folder. FIRST says that rank 0, which leaves the advice, is on this node, and LINE has
-#: the line with which the script would use grace.
+#: the lines with which the script would use grace.
 ADVICE, REFUSED, FIRST, LINE, SEEN, MEASURED = "advice.json", "refused", "first", "line", "seen", "measured"
+_WRAP = "Wrap the optimizer by grace in place of Horovod, and leave `compression` out"
 # How to measure what has no exchange that can be watched.
 _OTHERWISE = "measure it by grace bench step, or estimate it by grace what-if."
 
@@ -32,6 +33,11 @@ def leave(kind: str, text: str) -> None:
     with open(part, "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(part, path)
+
+
+def tell(what: str, line: str) -> None:
+    """Leave what the user does with a line of the script to use grace; "{file}" stands for the configuration."""
+    leave(LINE, f"{what}:\n\n    import grace\n\n    {line}")
 
 
 def end(status: int = 0) -> None:
@@ -117,7 +123,7 @@ def _register(model: Any, where: str) -> None:
 
     if not is_registered(model.parameters()):
         grace.torch.register(model, compressor="none")
-        leave(LINE, f"Add one line {where}:\n\n    grace.torch.register(model, {{file}})")
+        tell(f"Add these lines {where}", "grace.torch.register(model, {file})")
 
 
 def _change_horovod(module: Any) -> None:
@@ -138,11 +144,8 @@ def _change_horovod(module: Any) -> None:
 
         with _refusing():
             method = "fp16" if compression is module.Compression.fp16 else "none"
-            leave(
-                LINE,
-                "Wrap the optimizer by grace in place of Horovod, and leave `compression` out:\n\n    optimizer = "
-                'grace.torch.DistributedOptimizer(optimizer, config={file}, backend="horovod", ...)',
-            )
+            line = 'grace.torch.DistributedOptimizer(optimizer, config={file}, backend="horovod", ...)'
+            tell(_WRAP, f"optimizer = {line}")
             return grace.torch.DistributedOptimizer(compressor=method, backend="horovod", **given)
 
     module.DistributedOptimizer = wrapped
@@ -199,11 +202,7 @@ def _change_horovod_keras(module: Any) -> None:
             method = "fp16" if compression is module.Compression.fp16 else "none"
             given = {name: value for name, value in given.items() if name in known}
             optimizer = grace.tensorflow.DistributedOptimizer(compressor=method, **given)
-        leave(
-            LINE,
-            "Wrap the optimizer by grace in place of Horovod, and leave `compression` out:\n\n    optimizer = "
-            "grace.tensorflow.DistributedOptimizer(optimizer, {file}, ...)",
-        )
+        tell(_WRAP, "optimizer = grace.tensorflow.DistributedOptimizer(optimizer, {file}, ...)")
         return optimizer
 
     module.DistributedOptimizer = wrapped

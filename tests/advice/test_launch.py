@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from grace import cli
-from grace.advice import launch
+from grace.advice import hook, launch
 from grace.advice.candidates import changes
 from grace.core.config.config import make_config
 from tests.support.launch import command, environment
@@ -122,7 +122,7 @@ def test_a_script_with_ddp_is_measured_unchanged(tmp_path):
     assert "AdamW" in rows["topk"]["reason"]
     written = tmp_path / "grace.toml"
     assert written.exists() == (found["best"] != "none")
-    assert ("register(model" in done.stdout) == written.exists()
+    assert ("    import grace\n\n    grace.torch.register(model" in done.stdout) == written.exists()
 
 
 @pytest.mark.distributed
@@ -168,6 +168,13 @@ def test_an_error_of_one_rank_ends_all_of_them(tmp_path):
     done = advised(tmp_path, FAILING, "torchrun")
     assert done.returncode == 2
     assert "grace: error: rank 1 failed while it was measured: RuntimeError: broken here" in done.stderr
+
+
+def test_the_lines_for_a_script_import_grace(tmp_path, monkeypatch):
+    monkeypatch.setenv(hook.FOLDER, str(tmp_path))
+    hook.tell("Add these lines", "grace.torch.register(model, {file})")
+    told = (tmp_path / hook.LINE).read_text().format(file='"grace.toml"')
+    assert told == 'Add these lines:\n\n    import grace\n\n    grace.torch.register(model, "grace.toml")'
 
 
 @pytest.mark.processes
