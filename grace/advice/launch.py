@@ -19,6 +19,7 @@ from typing import Any
 
 from grace.advice.candidates import NONE
 from grace.advice.hook import ADVICE, FIRST, FOLDER, LINE, MEASURED, REFUSED, SEEN
+from grace.advice.hosts import elsewhere
 from grace.bench.command import INTERRUPTED, check_writable
 from grace.bench.step.command import ended_by_signals
 from grace.core.config.config import ENVIRONMENT_VARIABLE
@@ -59,6 +60,13 @@ def run_advise(args: argparse.Namespace) -> int:
     """
     if shutil.which(args.program[0]) is None:
         raise ConfigError(f"the program '{args.program[0]}' was not found; name one that is on the PATH, or its path.")
+    if hosts := elsewhere(args.program):
+        launcher = os.path.basename(args.program[0])
+        raise ConfigError(
+            f"{launcher} would start ranks on {', '.join(hosts)}, where grace advise cannot measure them: what it adds "
+            f"to a script lies on this machine. Let {launcher} start grace advise on every rank, as in '{launcher} ... "
+            "grace advise -- python train.py'; or start ranks on this machine only, by the option -H localhost:N."
+        )
     for path in filter(None, (args.output, args.json)):
         check_writable(path)
     if args.output.exists() and not args.output.read_bytes().startswith(_MARK.encode()):

@@ -96,11 +96,17 @@ REPLICAS = (
 FSDP1 = SHARDED.replace("import fully_shard", "import FullyShardedDataParallel as fully_shard")
 
 
+ADVISE = [sys.executable, "-m", "grace", "advise"]
+
+
 def advised(folder, script, launcher, *options, ranks=2, **variables):
+    return run(folder, script, [*ADVISE, *options, "--", *command(launcher, ranks), sys.executable], **variables)
+
+
+def run(folder, script, words, **variables):
     (folder / "train.py").write_text(script)
-    words = [*command(launcher, ranks), sys.executable, "train.py"]
     return subprocess.run(
-        [sys.executable, "-m", "grace", "advise", *options, "--", *words],
+        [*words, "train.py"],
         cwd=folder,
         env=environment(**variables),
         capture_output=True,
@@ -150,6 +156,17 @@ def test_other_scripts_and_launchers(script, launcher, ranks, measured, tmp_path
     # Ranks with parts of the model cannot step on their own.
     assert labels & {"less sharding", "8 local steps"} == {"less sharding" if script == SHARDED else "8 local steps"}
     assert ("powersgd" in labels) == (script != SHARDED)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", "mpirun"])
+def test_a_launcher_may_start_the_command_on_every_rank(launcher, tmp_path):
+    done = run(tmp_path, HOROVOD, [*command(launcher, 2), *ADVISE, "--", sys.executable])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "trained to the end" not in done.stdout
+    assert done.stdout.count(" on this network") == 1
+    assert "The command that has started rank 0 prints the advice." in done.stdout
 
 
 @pytest.mark.distributed
