@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,9 @@ if TYPE_CHECKING:
 
 #: The first steps, in which buffers and connections are made, are not counted; so many after them are.
 WARM, STEPS = 5, 20
-# Fewer steps are counted if all would take longer than so many seconds, but at least so many.
-_SECONDS, _LEAST = 30.0, 3
+# The second of the first steps tells how long steps take. If all would take longer than so many seconds, no more are
+# left out, and fewer are counted, but at least one.
+_FIRST, _SECONDS = 2, 30.0
 # Seconds that a rank stays after its last collective.
 _LINGER_S = 1.0
 
@@ -26,8 +26,9 @@ class Launched(Watch):
     """Watches an exchange from its first step on; then rank 0 leaves the advice, and all ranks end."""
 
     def __init__(self, exchange: Exchange) -> None:
-        super().__init__(exchange, WARM)
-        self._first = True
+        super().__init__(exchange, _FIRST)
+        # The numbers of steps to see after these; None if they are not known yet.
+        self._then: list[int] | None = None
         leave(SEEN, "")
         if exchange._speaks:
             leave(FIRST, "")
@@ -44,12 +45,14 @@ class Launched(Watch):
 
     def _next(self) -> None:
         exchange = self.exchange
-        if self._first:
-            periods = exchange.everyone(statistics.median(self.periods), "advice", "the times of the first steps")
-            left = int(_SECONDS / max(*periods, 1e-9)) - WARM
+        if self._then is None:
+            periods = exchange.everyone(self.periods[-1], "advice", "the times of the first steps")
+            left = int(_SECONDS / max(*periods, 1e-9)) - _FIRST
+            more = WARM - _FIRST
+            self._then = [more, STEPS] if left >= more + STEPS else [min(STEPS, max(1, left))]
+        if self._then:
             # Counts again, from nothing.
-            Watch.__init__(self, exchange, min(STEPS, max(_LEAST, left)))
-            self._first = False
+            Watch.__init__(self, exchange, self._then.pop(0))
             return
         advice = measure(self).advice()
         if exchange._speaks:
