@@ -527,6 +527,19 @@ def test_codecs_are_measured_on_gradients_of_the_job():
     assert seen["codecs"]["qsgd"]["element"] > 0
 
 
+def test_a_codec_is_timed_when_the_device_has_nothing_left_to_do(monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: float(log.append("clock") or len(log)))
+    step = types.SimpleNamespace(
+        ranks=2,
+        receive=lambda gradients, number: log.append("others"),
+        run=lambda x, number, arrived: types.SimpleNamespace(gradient=log.append("mine") or x),
+    )
+    ops = types.SimpleNamespace(copy=lambda x: x, norm=lambda x: float(log.append("wait") or 0))
+    assert watch._timed(step, np.ones(4), ops) == 3
+    assert log[:6] == ["others", "wait", "clock", "mine", "wait", "clock"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "method", "measured", "merged"),
     [
