@@ -14,7 +14,7 @@ from grace.advice.accuracy import ACCURACY, OVERHEAD
 from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
 from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
-from grace.advice.model import Link, Machine, Overhead, Round, Step, break_even, predict, taken_in_pass
+from grace.advice.model import Link, Machine, Overhead, Round, Step, break_even, pays_below, predict, taken_in_pass
 from grace.advice.watch import Watch
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.recommended import Optimizer
@@ -30,6 +30,7 @@ SIZES = (16 * 1024, 4 * 1024 * 1024)
 # Of candidates whose times differ by less than this share, the gentlest is the best: the figures are no better.
 CLOSE = 0.03
 _UNKNOWN = (
+    "when a GPU has a gradient: the times of gradients are those of the host, which runs ahead",
     "how the ranks share a link, nodes and switches: the link was measured with all of them at once",
     "what a method does to the accuracy of your model: compare a short run with `none`",
 )
@@ -40,8 +41,8 @@ class Row:
     """A candidate: seconds of a step, bytes that a rank sends in it, risk, and what a configuration changes for it.
 
     `changes` is empty for what is no configuration. `error` is |x - C(x)|^2 / |x|^2 on gradients of the job; None if it
-    is not known. `break_even` are the bytes per second of a link from which on `none` is as fast, if there is one.
-    `measured` says that `seconds` were measured rather than predicted.
+    is not known. `break_even` are the bytes per second of a link from which on `none` is as fast: 0 if it always is,
+    None if it never is. `measured` says that `seconds` were measured rather than predicted.
     """
 
     label: str
@@ -100,7 +101,8 @@ class Advice:
         lines = [f"{'method':<18} {'step':>10} {'bytes':>10} {'efficiency':>10} {'pays below':>12} {'error':>9}  risk"]
         for row in sorted(self.rows, key=lambda row: row.seconds):
             error = "" if row.error is None else f"{row.error:.2e}"
-            even = "" if row.break_even is None else f"{8 * row.break_even / 1e9:.3g} Gbit/s"
+            # Without an error it is no candidate, of which a break-even is sought.
+            even = "" if row.label == NONE or row.error is None else pays_below(row.break_even)
             step = f"{row.seconds * 1e3:.4g} ms{'' if row.measured else ' *'}"
             efficiency = f"{100 * min(1.0, self.compute / row.seconds):.0f} %"
             lines.append(

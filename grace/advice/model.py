@@ -322,6 +322,17 @@ def break_even(step: Step, dense: Step, machine: Machine) -> float | None:
     return 0.0 if found == SLOWEST else found
 
 
+def pays_below(bandwidth: float | None) -> str:
+    """Return the result of `break_even` in words: the link below which a step pays."""
+    return "always" if bandwidth is None else "never" if bandwidth == 0 else rate(bandwidth)
+
+
+def rate(bandwidth: float) -> str:
+    """Return bytes per second as bits per second, with a unit."""
+    gbit = 8 * bandwidth / 1e9
+    return f"{gbit:.3g} Gbit/s" if gbit < 1000 else f"{gbit / 1000:.3g} Tbit/s"
+
+
 def _least(holds: Callable[[Machine], bool], machine: Machine) -> float | None:
     """Return the least bytes per second of the link for which a condition holds, to a tenth of a percent."""
 

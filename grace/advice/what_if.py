@@ -24,7 +24,9 @@ from grace.advice.model import (
     Step,
     bandwidth_for,
     break_even,
+    pays_below,
     predict,
+    rate,
 )
 from grace.advice.passes import Passes, assumed, measured
 from grace.bench.command import add_variants, check_writable
@@ -316,8 +318,8 @@ def _powers(first: int, last: int) -> list[int]:
 
 def _link(text: str, option: str, usual: float) -> Link:
     """Return the link of an argument; `usual` is its latency if the text names none."""
-    rate, _, latency = text.partition(":")
-    bits = rate_of(rate, option)
+    bandwidth, _, latency = text.partition(":")
+    bits = rate_of(bandwidth, option)
     if bits is None:
         raise ConfigError(f"{option}: expected a rate such as 10gbit, received '{text}'.")
     return Link(bits / 8, _seconds(latency, option) if latency else usual)
@@ -418,12 +420,12 @@ def lines(answer: Answer) -> list[str]:
             f"{row.prediction.sent / 1e6:.2f}",
             f"{row.prediction.utilisation:.0%}",
             f"{row.error:.2g}",
-            _until(row),
+            "-" if row.label == "none" else pays_below(row.break_even),
         )
         for row in answer.rows
     ]
     needs = [("link for", *(f"{share:.0%}" for share in SHARES))]
-    needs += [(row.label, *map(_rate, row.bandwidths)) for row in answer.rows]
+    needs += [(row.label, *("-" if each is None else rate(each) for each in row.bandwidths)) for row in answer.rows]
     ranks = [("ranks", "none", "fastest", "step", "x none")]
     for n, found in answer.by_ranks.items():
         label = min(found, key=lambda each: found[each].seconds)
@@ -434,7 +436,7 @@ def lines(answer: Answer) -> list[str]:
         "",
         f"{answer.model.name}, {numel / 1e6:.1f} M parameters in {answer.model.dtypes}, "
         f"{_time(answer.model.compute)} of compute per step{answer.model.where}, "
-        f"{machine.ranks} ranks, {nodes}{_rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
+        f"{machine.ranks} ranks, {nodes}{rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
         "message",
         *align([head, *cells], right=range(1, len(head))),
         "",
@@ -493,16 +495,3 @@ def _time(seconds: float) -> str:
         if seconds >= 0.01
         else f"{seconds * 1e3:.1f} ms"
     )
-
-
-def _until(row: Row) -> str:
-    if row.label == "none":
-        return "-"
-    return "always" if row.break_even is None else "never" if row.break_even == 0 else _rate(row.break_even)
-
-
-def _rate(bandwidth: float | None) -> str:
-    if bandwidth is None:
-        return "-"
-    gbit = 8 * bandwidth / 1e9
-    return f"{gbit:.3g} Gbit/s" if gbit < 1000 else f"{gbit / 1000:.3g} Tbit/s"

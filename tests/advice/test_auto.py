@@ -463,6 +463,16 @@ def test_the_risk_follows_optimizer_error_and_evidence():
     assert risk_of("powersgd", 0.5, [SGD]).grade == 2
 
 
+def test_advice_says_in_words_that_a_method_always_or_never_pays(monkeypatch):
+    none, fp16 = (row for row in Job(monkeypatch).figures.advice().rows if row.label in ("none", "fp16"))
+    for even, words in ((None, "always"), (0.0, "never"), (125e6, "1 Gbit/s")):
+        rows = (none, dataclasses.replace(fp16, break_even=even))
+        table = advise.Advice(rows, "none", 0.02, (0.02, 0.02), 2, FAST, {}).table
+        line = next(line for line in table.splitlines() if line.startswith("fp16"))
+        assert f" {words} " in line
+        assert "always" not in next(line for line in table.splitlines() if line.startswith("none "))
+
+
 def test_advice_says_whether_it_pays_and_can_be_written(monkeypatch):
     for link, begins in ((FAST, "Compression does not pay"), (SLOW, "Compression pays")):
         job = Job(monkeypatch, link)
