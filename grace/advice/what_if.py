@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import time
@@ -44,7 +45,8 @@ BY_NODES = ("qsgd:communicator=hierarchical", "topk:communicator=hierarchical")
 ALWAYS = ("none", "fp16")
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
 DTYPES = ("float32", "bfloat16", "float16")
-# A method pays if it is predicted to be at least so many times as fast as no compression.
+# A method may pay if it is predicted to be at least so many times as fast as no compression. It pays if the whole band
+# is above 1.
 PAYS = 1.05
 # The knee is where less than this share of a step without compression is compute.
 KNEE = 0.5
@@ -130,15 +132,33 @@ class Answer:
         if best.label == "none":
             head += "does not pay"
         else:
-            low, high = band(self.speedup(best))
-            head += f"pays {self.speedup(best):.1f}x ({best.label}, band {low:.1f} to {high:.1f})"
+            low, high = band_of_speedup(self.speedup(best))
+            pays = "pays" if low > 1 else "may pay"
+            head += f"{pays} {self.speedup(best):.1f}x ({best.label}, band {low:.1f} to {high:.1f})"
         where = f"the knee is at {self.knee.ranks} ranks" if self.knee else "all these ranks are before the knee"
         return f"{head}; {exposed}; {where}."
 
 
-def band(value: float) -> tuple[float, float]:
-    """Return the values between which 95 % of the checked predictions lay, if this one is no worse."""
-    return value * (1 - ACCURACY.high), value * (1 + ACCURACY.high)
+def band(seconds: float) -> tuple[float, float]:
+    """Return the seconds between which a predicted step lies, if it is as good as 95 % of those that were checked.
+
+    Formula: p / (1 + h) to p / (1 - h)
+
+    p is the prediction, and the error of a prediction is p / measured - 1, of which 95 % lay within -h and h.
+    """
+    return seconds / (1 + ACCURACY.high), seconds / (1 - ACCURACY.high)
+
+
+def band_of_speedup(speedup: float) -> tuple[float, float]:
+    """Return the band of the quotient of two predicted steps, whose errors are taken as independent.
+
+    Formula: r exp(-w) to r exp(w), with w^2 = log(1 + h)^2 + log(1 - h)^2
+
+    r is the quotient, h as in `band`. Of independent factors, the logarithms add in squares. If both steps had their
+    largest error, r would lie in the wider band from r (1 - h) / (1 + h) to r (1 + h) / (1 - h).
+    """
+    width = math.exp(math.hypot(math.log1p(ACCURACY.high), math.log1p(-ACCURACY.high)))
+    return speedup / width, speedup * width
 
 
 def add_what_if(commands: Any) -> None:
@@ -473,6 +493,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
             {
                 "method": row.label,
                 "speedup": answer.speedup(row),
+                "speedup_band": band_of_speedup(answer.speedup(row)),
                 **told(row.prediction),
                 "error": row.error,
                 "break_even": row.break_even,

@@ -215,5 +215,32 @@ def test_what_is_said_of_the_accuracy_is_what_was_measured():
     said = ACCURACY._asdict()
     assert measured["machine"].startswith(said.pop("machine").partition(", ")[0])
     assert said == measured["summary"]["held out"]
-    low, high = what_if.band(1.0)
-    assert (1 - low, high - 1) == pytest.approx((ACCURACY.high, ACCURACY.high))
+
+
+def test_a_band_has_the_steps_whose_error_is_small_enough():
+    low, high = what_if.band(2.0)
+    # Measured steps at the ends of the band: the prediction was too long, and too short.
+    assert (2.0 / low - 1, 2.0 / high - 1) == pytest.approx((ACCURACY.high, -ACCURACY.high))
+
+
+def test_the_band_of_a_speed_up_has_those_that_were_measured():
+    path = Path(__file__).parents[2] / "docs" / "results" / "predictions.json"
+    rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["use"] == "held out"]
+    dense = {(row["model"], row["link"], row["ranks"]): row for row in rows if row["method"] == "ddp"}
+    within = []
+    for row in rows:
+        if row["method"] != "ddp":
+            plain = dense[row["model"], row["link"], row["ranks"]]
+            low, high = what_if.band_of_speedup(plain["predicted"] / row["predicted"])
+            within.append(low < plain["measured"] / row["measured"] < high)
+    assert len(within) > 20
+    assert sum(within) >= 0.95 * len(within)
+    # It is wider than that of a step.
+    assert low / high < what_if.band(1.0)[0] / what_if.band(1.0)[1]
+
+
+def test_a_small_speed_up_may_pay():
+    near = next(found for i in range(100) if (found := answer(1e12 * 0.9**i)).best.label != "none")
+    low, high = what_if.band_of_speedup(near.speedup(near.best))
+    assert low < 1 < high
+    assert f"compression may pay {near.speedup(near.best):.1f}x ({near.best.label}, band {low:.1f}" in near.sentence
