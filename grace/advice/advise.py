@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
 from grace.advice.accuracy import ACCURACY, OVERHEAD
-from grace.advice.candidates import LOCAL_STEPS, NONE, RISKS, candidates, changes, risk_of
+from grace.advice.candidates import LOCAL_STEPS, LOW, NONE, RISKS, candidates, changes, risk_of
 from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
 from grace.advice.model import Link, Machine, Overhead, Round, Step, break_even, pays_below, predict, taken_in_pass
@@ -303,7 +303,7 @@ class Figures:
 
 def best_of(rows: Iterable[Row]) -> str:
     """Return the label of the gentlest row within 3 % of the fastest one, among those of no or low risk."""
-    safe = [row for row in rows if row.changes and row.grade <= RISKS.index("low")]
+    safe = [row for row in rows if row.changes and row.grade <= LOW]
     fastest = min(row.seconds for row in safe)
     return next(row.label for row in safe if row.seconds <= fastest * (1 + CLOSE))
 

@@ -14,6 +14,8 @@ from grace.core.config.registry import compressors
 NONE = "none"
 #: The grades of risk, from nothing to much.
 RISKS = ("none", "low", "medium", "high")
+#: The highest grade of what advice recommends.
+LOW = RISKS.index("low")
 # Methods that only round to 16 bits.
 _ROUNDED = ("fp16", "bf16")
 # Methods that compress shards, which nodes may exchange.
@@ -54,7 +56,7 @@ def candidates(config: Config, nodes: bool = False) -> dict[str, Config]:
 
 
 def risk_of(label: str, error: float | None, optimizers: Sequence[Optimizer]) -> Risk:
-    """Return the risk of a candidate for these optimizers; `error` is |x - C(x)|^2 / |x|^2 on gradients seen."""
+    """Return the risk of a candidate for these optimizers; `error` is |x - C(x)|^2 / |x|^2 on some gradients."""
     if label == NONE:
         return Risk(0, "trains exactly as before")
     if label in _ROUNDED:
@@ -68,5 +70,5 @@ def risk_of(label: str, error: float | None, optimizers: Sequence[Optimizer]) ->
     if any("check" in start.trains for start in known):
         return Risk(2, known[0].trains)
     if error is not None and error > _LARGE:
-        return Risk(2, f"loses {100 * error:.3g} % of your gradients' energy, more than in the study")
+        return Risk(2, f"loses {100 * error:.3g} % of the gradients' energy, more than in the study")
     return Risk(1, known[0].trains)

@@ -9,12 +9,13 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grace.advice.accuracy import ACCURACY
+from grace.advice.candidates import LOW, RISKS, Risk, risk_of
 from grace.advice.model import (
     INSIDE,
     LATENCY,
@@ -34,6 +35,7 @@ from grace.bench.command import add_variants, check_writable
 from grace.bench.step.network import rate_of
 from grace.bench.variants import Variant, import_own, parse_variants
 from grace.core.config.config import make_config
+from grace.core.config.recommended import Optimizer
 from grace.core.errors import ConfigError
 from grace.core.observe.table import align
 from grace.core.spec import ITEMSIZE, Ranks, TensorSpec
@@ -43,6 +45,8 @@ COMPRESSORS = ("qsgd", "blockwise", "eden", "powersgd", "topk", "signsgd")
 BY_NODES = ("qsgd:communicator=hierarchical", "topk:communicator=hierarchical")
 # Always in the table: uncompressed gradients, which is what DDP sends, and 16 bits, which cost nothing to try.
 ALWAYS = ("none", "fp16")
+# The optimizers of --optimizer.
+OPTIMIZERS = {"adam": Optimizer("Adam", 0.9, True), "sgd": Optimizer("SGD", 0.9, False)}
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
 DTYPES = ("float32", "bfloat16", "float16")
 # A method may pay if it is predicted to be at least so many times as fast as no compression. It pays if the whole band
@@ -86,13 +90,15 @@ class Model:
 class Row:
     """A method in a setting: its prediction, the error of its mean, and bandwidths in bytes per second.
 
-    `error` is |m - mean|^2 / |mean|^2 of a first step on normal gradients. From `break_even` on it does not pay: 0 if
-    it never does, None if it always does. `bandwidths` are those that each of SHARES needs; None where none is enough.
+    `error` is |m - mean|^2 / |mean|^2 of a first step on normal gradients, and `risk` the risk to the training. From
+    `break_even` on it does not pay: 0 if it never does, None if it always does. `bandwidths` are those that each of
+    SHARES needs; None where none is enough.
     """
 
     label: str
     prediction: Prediction
     error: float
+    risk: Risk
     break_even: float | None
     bandwidths: tuple[float | None, ...]
 
@@ -107,6 +113,7 @@ class Answer:
     steps: Mapping[str, Step]
     by_ranks: Mapping[int, Mapping[str, Prediction]]
     knee: Machine | None
+    optimizer: Optimizer
 
     @property
     def dense(self) -> Row:
@@ -115,8 +122,17 @@ class Answer:
 
     @property
     def best(self) -> Row:
-        """The fastest row; that without compression unless another one pays."""
-        fastest = min(self.rows, key=lambda row: row.prediction.seconds)
+        """The fastest row of no or low risk; that without compression unless another one pays."""
+        return self._fastest(row for row in self.rows if row.risk.grade <= LOW)
+
+    @property
+    def risky(self) -> Row | None:
+        """The fastest row of all if that is of a higher risk."""
+        fastest = self._fastest(self.rows)
+        return fastest if fastest.risk.grade > LOW else None
+
+    def _fastest(self, rows: Iterable[Row]) -> Row:
+        fastest = min(rows, key=lambda row: row.prediction.seconds)
         return fastest if self.speedup(fastest) >= PAYS else self.dense
 
     def speedup(self, row: Row) -> float:
@@ -125,18 +141,24 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence."""
-        dense, best = self.dense.prediction, self.best
+        """The answer in one sentence, and a faster method of higher risk in a second one."""
+        dense, best, risky = self.dense.prediction, self.best, self.risky
         exposed = f"exposed communication is {dense.exposed / dense.seconds:.0%} of the step without it"
         head = f"On this network and {self.machine.ranks:,} ranks, compression "
-        if best.label == "none":
+        if best.label == "none" and risky:
+            head += "of low risk does not pay"
+        elif best.label == "none":
             head += "does not pay"
         else:
             low, high = band_of_speedup(self.speedup(best))
             pays = "pays" if low > 1 else "may pay"
             head += f"{pays} {self.speedup(best):.1f}x ({best.label}, band {low:.1f} to {high:.1f})"
         where = f"the knee is at {self.knee.ranks} ranks" if self.knee else "all these ranks are before the knee"
-        return f"{head}; {exposed}; {where}."
+        sentence = f"{head}; {exposed}; {where}."
+        if risky:
+            risk = f"{RISKS[risky.risk.grade]} risk with {self.optimizer.name}"
+            sentence += f" {risky.label} is faster ({self.speedup(risky):.1f}x), at a {risk}."
+        return sentence
 
 
 def band(seconds: float) -> tuple[float, float]:
@@ -190,6 +212,8 @@ def add_what_if(commands: Any) -> None:
     )
     add("--inside", default="100gbit", metavar="RATE", help="link within a node (default: 100gbit)")
     add_variants(parser, " ".join(COMPRESSORS))
+    kind = "optimizer of the training, on which the risk of a method depends: adam stands for its kind (default: adam)"
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help=kind)
     add("--accumulate", type=int, default=1, metavar="N", help="backward passes per exchange (default: 1)")
     add("--every", type=int, default=1, metavar="N", help="optimizer steps per exchange, as in local SGD (default: 1)")
     speed = "codecs run so many times as fast as on a core of this machine, as on a GPU (default: 1)"
@@ -223,7 +247,8 @@ def run_what_if(args: argparse.Namespace) -> int:
 
     codecs = Codecs(set_up("numpy", "cpu", 1, True))
     begin = time.perf_counter()
-    answer = answer_of(model, variants, machines, codecs, args.accumulate, args.every, args.codec_speed)
+    optimizer = OPTIMIZERS[args.optimizer]
+    answer = answer_of(model, variants, machines, codecs, optimizer, args.accumulate, args.every, args.codec_speed)
     print("\n".join(lines(answer)), flush=True)
     print(f"codecs measured and {len(machines) * len(variants)} steps predicted in {time.perf_counter() - begin:.1f} s")
     if args.json:
@@ -240,6 +265,7 @@ def answer_of(
     variants: Sequence[Variant],
     machines: Sequence[Machine],
     codecs: Any,
+    optimizer: Optimizer,
     backwards: int = 1,
     every: int = 1,
     faster: float = 1.0,
@@ -257,18 +283,16 @@ def answer_of(
     }
     last = machines[-1]
     dense = steps[last.ranks]["none"]
-    rows = [
-        Row(
-            variant.label,
-            predictions[last.ranks][variant.label],
-            0.0 if variant.label == "none" else codecs.of(make_config(variant.config()), _ranks_of(last)).error,
-            None if variant.label == "none" else break_even(steps[last.ranks][variant.label], dense, last),
-            tuple(bandwidth_for(steps[last.ranks][variant.label], last, share) for share in SHARES),
-        )
-        for variant in variants
-    ]
+    rows = []
+    for variant in variants:
+        step, without = steps[last.ranks][variant.label], variant.label == "none"
+        error = 0.0 if without else codecs.of(make_config(variant.config()), _ranks_of(last)).error
+        risk = risk_of(variant.name, error, [optimizer])
+        even = None if without else break_even(step, dense, last)
+        needed = tuple(bandwidth_for(step, last, share) for share in SHARES)
+        rows.append(Row(variant.label, predictions[last.ranks][variant.label], error, risk, even, needed))
     knee = next((each for each in machines if predictions[each.ranks]["none"].utilisation < KNEE), None)
-    return Answer(model, last, rows, steps[last.ranks], predictions, knee)
+    return Answer(model, last, rows, steps[last.ranks], predictions, knee, optimizer)
 
 
 def _step(
@@ -430,7 +454,7 @@ def lines(answer: Answer) -> list[str]:
     machine = answer.machine
     numel = sum(spec.numel for spec in answer.model.specs)
     nodes = f"{machine.ranks // machine.local_size} nodes of {machine.local_size}, " if machine.local_size > 1 else ""
-    head = ("method", "step", "band", "x none", "MB/step", "efficiency", "error", "break-even")
+    head = ("method", "step", "band", "x none", "MB/step", "efficiency", "error", "break-even", "risk")
     cells = [
         (
             row.label,
@@ -441,14 +465,16 @@ def lines(answer: Answer) -> list[str]:
             f"{row.prediction.utilisation:.0%}",
             f"{row.error:.2g}",
             "-" if row.label == "none" else pays_below(row.break_even),
+            RISKS[row.risk.grade],
         )
         for row in answer.rows
     ]
     needs = [("link for", *(f"{share:.0%}" for share in SHARES))]
     needs += [(row.label, *("-" if each is None else rate(each) for each in row.bandwidths)) for row in answer.rows]
+    gentle = [row.label for row in answer.rows if row.risk.grade <= LOW]
     ranks = [("ranks", "none", "fastest", "step", "x none")]
     for n, found in answer.by_ranks.items():
-        label = min(found, key=lambda each: found[each].seconds)
+        label = min(gentle, key=lambda each: found[each].seconds)
         dense, other = found["none"].seconds, found[label].seconds
         ranks.append((f"{n:,}", _time(dense), label, _time(other), f"{dense / other:.2f}"))
     return [
@@ -458,12 +484,12 @@ def lines(answer: Answer) -> list[str]:
         f"{_time(answer.model.compute)} of compute per step{answer.model.where}, "
         f"{machine.ranks} ranks, {nodes}{rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
         "message",
-        *align([head, *cells], right=range(1, len(head))),
+        *align([head, *cells], right=range(1, len(head) - 1)),
         "",
         "The link that a share of compute in the step needs:",
         *align(needs, right=range(1, len(SHARES) + 1)),
         "",
-        "By the number of ranks:",
+        "By the number of ranks, with the fastest method of no or low risk:",
         *align(ranks, right=(0, 1, 3, 4)),
         "",
         *ACCURACY.lines,
@@ -488,6 +514,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
         "dtypes": answer.model.dtypes,
         "compute": answer.model.compute,
         "machine": dataclasses.asdict(machine),
+        "optimizer": answer.optimizer.name,
         "best": answer.best.label,
         "rows": [
             {
@@ -496,6 +523,8 @@ def to_dict(answer: Answer) -> dict[str, Any]:
                 "speedup_band": band_of_speedup(answer.speedup(row)),
                 **told(row.prediction),
                 "error": row.error,
+                "risk": RISKS[row.risk.grade],
+                "reason": row.risk.reason,
                 "break_even": row.break_even,
                 "bandwidths": dict(zip(map(str, SHARES), row.bandwidths, strict=True)),
             }

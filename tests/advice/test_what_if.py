@@ -37,17 +37,17 @@ class Fixed:
         return Codec(self.cost, self.cost, 1.0, 0.01)
 
 
-def answer(bits_per_second, cost=1e-9, **options):
+def answer(bits_per_second, cost=1e-9, optimizer="adam", **options):
     specs = [TensorSpec(f"w{i}", (2048, 2048)) for i in range(6)]
     model = what_if.Model("six layers", specs, assumed(specs, 0.1))
     variants = [Variant("none"), Variant("fp16"), Variant("qsgd"), Variant("topk")]
     machines = [Machine(n, Link(bits_per_second / 8, 1e-5)) for n in (2, 4, 8)]
-    return what_if.answer_of(model, variants, machines, Fixed(cost), **options)
+    return what_if.answer_of(model, variants, machines, Fixed(cost), what_if.OPTIMIZERS[optimizer], **options)
 
 
 def test_compression_pays_on_a_slow_link_and_not_on_a_fast_one():
     slow, fast = answer(1e9), answer(1e12)
-    assert slow.best.label == "topk"
+    assert slow.best.label == "qsgd"
     assert slow.speedup(slow.best) > 3
     assert "pays" in slow.sentence
     assert slow.best.label in slow.sentence
@@ -57,6 +57,28 @@ def test_compression_pays_on_a_slow_link_and_not_on_a_fast_one():
     # A codec that takes longer than the link never pays.
     dear = answer(1e10, cost=1e-6)
     assert all(row.break_even is not None and row.break_even < 1e10 / 8 for row in dear.rows if row.label != "none")
+
+
+def test_the_sentence_names_the_fastest_method_of_low_risk_and_then_a_faster_one():
+    for optimizer, risk in (("adam", "high risk with Adam"), ("sgd", "medium risk with SGD")):
+        found = answer(1e9, optimizer=optimizer)
+        assert (found.best.label, found.risky.label) == ("qsgd", "topk")
+        first, second = found.sentence.split(". ")
+        assert " pays " in first
+        assert "(qsgd, " in first
+        assert second == f"topk is faster ({found.speedup(found.risky):.1f}x), at a {risk}."
+        table = what_if.lines(found)
+        assert next(line for line in table if line.startswith("topk ")).endswith(f" {risk.split()[0]}")
+        # The whole table of ranks has none of it either.
+        ranks = table[table.index("By the number of ranks, with the fastest method of no or low risk:") + 2 :][:3]
+        assert [line.split()[0] for line in ranks] == ["2", "4", "8"]
+        assert all(" qsgd " in line for line in ranks)
+    gentle = what_if.answer_of(
+        found.model, [Variant("none"), Variant("topk")], [found.machine], Fixed(1e-9), found.optimizer
+    )
+    assert "compression of low risk does not pay; " in gentle.sentence
+    assert "topk is faster" in gentle.sentence
+    assert answer(1e12).risky is None
 
 
 def test_break_even_lies_between_links_where_it_pays_and_where_it_does_not():
@@ -106,7 +128,7 @@ def test_nodes_may_exchange_shards_that_their_ranks_have_added(monkeypatch):
     specs = [TensorSpec(f"w{i}", (2048, 2048)) for i in range(6)]
     model = what_if.Model("six layers", specs, assumed(specs, 0.1))
     machines = [Machine(8 * n, Link(1.25e8, 1e-5), 8) for n in (1, 16, 2048)]
-    found = what_if.answer_of(model, variants, machines, Fixed(1e-10))
+    found = what_if.answer_of(model, variants, machines, Fixed(1e-10), what_if.OPTIMIZERS["adam"])
     _, alone, by_nodes = found.rows
     # Of a node of eight ranks, each has an eighth of what one rank alone would send to other nodes.
     assert by_nodes.prediction.seconds < alone.prediction.seconds / 4
