@@ -114,6 +114,8 @@ class Answer:
     by_ranks: Mapping[int, Mapping[str, Prediction]]
     knee: Machine | None
     optimizer: Optimizer
+    #: How many times as fast codecs are taken to be as on a core of this machine.
+    faster: float
 
     @property
     def dense(self) -> Row:
@@ -292,7 +294,7 @@ def answer_of(
         needed = tuple(bandwidth_for(step, last, share) for share in SHARES)
         rows.append(Row(variant.label, predictions[last.ranks][variant.label], error, risk, even, needed))
     knee = next((each for each in machines if predictions[each.ranks]["none"].utilisation < KNEE), None)
-    return Answer(model, last, rows, steps[last.ranks], predictions, knee, optimizer)
+    return Answer(model, last, rows, steps[last.ranks], predictions, knee, optimizer, faster)
 
 
 def _step(
@@ -469,6 +471,7 @@ def lines(answer: Answer) -> list[str]:
         )
         for row in answer.rows
     ]
+    where = "; with GPUs, give --codec-speed" if answer.faster == 1 else f", divided by {answer.faster:g}"
     needs = [("link for", *(f"{share:.0%}" for share in SHARES))]
     needs += [(row.label, *("-" if each is None else rate(each) for each in row.bandwidths)) for row in answer.rows]
     gentle = [row.label for row in answer.rows if row.risk.grade <= LOW]
@@ -492,6 +495,7 @@ def lines(answer: Answer) -> list[str]:
         "By the number of ranks, with the fastest method of no or low risk:",
         *align(ranks, right=(0, 1, 3, 4)),
         "",
+        f"Times of codecs: one core of this CPU{where}.",
         *ACCURACY.lines,
         "Not known: whether the model learns as well (docs/choose.md, docs/adam.md), waits for the slowest rank, other "
         "traffic on the link, and what the transport takes of the processor.",
@@ -515,6 +519,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
         "compute": answer.model.compute,
         "machine": dataclasses.asdict(machine),
         "optimizer": answer.optimizer.name,
+        "codec_speed": answer.faster,
         "best": answer.best.label,
         "rows": [
             {

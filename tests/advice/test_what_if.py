@@ -90,6 +90,13 @@ def test_break_even_lies_between_links_where_it_pays_and_where_it_does_not():
         assert (there.speedup(row) > 1) is pays
 
 
+def test_the_output_says_where_codecs_were_timed():
+    assert "Times of codecs: one core of this CPU; with GPUs, give --codec-speed." in what_if.lines(answer(1e9))
+    faster = answer(1e9, faster=100.0)
+    assert "Times of codecs: one core of this CPU, divided by 100." in what_if.lines(faster)
+    assert what_if.to_dict(faster)["codec_speed"] == 100
+
+
 def test_rare_exchanges_and_faster_codecs_are_faster():
     plain = answer(1e9)
     for options in ({"every": 10}, {"backwards": 4}, {"faster": 100.0}):
