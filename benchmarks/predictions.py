@@ -68,6 +68,7 @@ COLUMNS = {
     "measured": {"title": "measured: s", "format": ".3f"},
     "predicted": {"title": "predicted: s", "format": ".3f"},
     "error": {"title": "error", "format": "+.0%"},
+    "what_if": {"title": "not calibrated: error", "format": "+.0%"},
     "noise": {"title": "noise", "format": ".0%"},
     "cores": {"title": "cores"},
     "use": {"title": "use"},
@@ -91,6 +92,8 @@ class Constants(NamedTuple):
     contention: float
 
 
+#: Of predictions that know the times of passes and codecs, and nothing else of the machine, as those of `what-if`.
+UNKNOWN = Constants(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 START = Constants(0.95, 1.0, 1e-10, 6e-10, 1e-4, 1e-3, 1.2)
 LEAST = Constants(0.7, 0.5, 1e-12, 1e-12, 1e-6, 1e-5, 1.0)
 MOST = Constants(1.0, 2.0, 1e-8, 1e-8, 1e-2, 5e-2, 2.0)
@@ -284,13 +287,15 @@ def conclude(path, data):
     rows = []
     for cell, halves in predictor.steps.items():
         if cell.method != COMPUTE:
-            seconds, said = statistics.fmean(halves), predictor.seconds(cell, constants)
+            seconds = statistics.fmean(halves)
+            said, untold = (predictor.seconds(cell, each) for each in (constants, UNKNOWN))
             rows.append(
                 {
                     **cell._asdict(),
                     "measured": round(seconds, 5),
                     "predicted": round(said, 5),
                     "error": round(said / seconds - 1, 4),
+                    "what_if": round(untold / seconds - 1, 4),
                     "noise": round(abs(halves[0] - halves[1]) / seconds, 4),
                     "use": "held out" if cell.model in HELD_OUT else "fitted" if cell.ranks == 2 else "predicted",
                 }
@@ -299,7 +304,9 @@ def conclude(path, data):
     summary = {}
     for use in ("all", "held out"):
         if chosen := [row for row in checked if use in (row["use"], "all")]:
-            summary[use] = errors_of(chosen)
+            summary[use] = errors_of(chosen, "error")
+    # Nothing was fitted to any cell.
+    summary["not calibrated"] = errors_of(checked, "what_if")
     what = (
         f"Predicted and measured seconds of a step with DDP, {len(checked)} of them of ranks that share {CORES} cores"
     )
@@ -314,24 +321,33 @@ def tell(constants, summary):
     """Write the errors and the constants into grace/advice/accuracy.py."""
     path = Path(accuracy.__file__)
     machine = f"{processor()}, {CORES} cores"
-    figures = ", ".join(map(str, summary["held out"].values()))
+    found = {}
+    for name, use in (("ACCURACY", "held out"), ("WHAT_IF", "not calibrated")):
+        figures = [str(tuple(x) if isinstance(x, list) else x) for x in summary[use].values()]
+        found[name] = f'Accuracy({", ".join(figures)}, "{machine}")'
     fields = ", ".join(f"{field.name}={getattr(constants, field.name):.3g}" for field in dataclasses.fields(Overhead))
     text = path.read_text()
-    for name, value in (("ACCURACY", f'Accuracy({figures}, "{machine}")'), ("OVERHEAD", f"Overhead({fields})")):
+    for name, value in {**found, "OVERHEAD": f"Overhead({fields})"}.items():
         text, changed = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
         assert changed == 1
     path.write_text(text)
 
 
-def errors_of(rows):
-    """Return median, 95th percentile and worst of the absolute errors of rows, their number and the median noise."""
-    errors = [abs(row["error"]) for row in rows]
+def errors_of(rows, column):
+    """Return what `Accuracy` has of rows and the errors in a column: all but the machine."""
+    errors, noise = [abs(row[column]) for row in rows], [row["noise"] for row in rows]
+    # Measured over predicted.
+    factor_of = {(row["method"], row["model"], row["link"], row["ranks"]): 1 / (1 + row[column]) for row in rows}
+    speedups = [factor_of[("ddp", *rest)] / factor for (method, *rest), factor in factor_of.items() if method != "ddp"]
     return {
         "median": round(float(np.median(errors)), 4),
         "high": round(float(np.quantile(errors, 0.95)), 4),
         "worst": round(max(errors), 4),
         "cells": len(rows),
-        "noise": round(float(np.median([row["noise"] for row in rows])), 4),
+        "noise": round(float(np.median(noise)), 4),
+        "noise_high": round(float(np.quantile(noise, 0.95)), 4),
+        "steps": [round(float(x), 3) for x in np.quantile(list(factor_of.values()), (0.025, 0.975))],
+        "speedups": [round(float(x), 3) for x in np.quantile(speedups, (0.025, 0.975))],
     }
 
 

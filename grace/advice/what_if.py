@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import re
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grace.advice.accuracy import ACCURACY
+from grace.advice.accuracy import WHAT_IF
 from grace.advice.candidates import LOW, RISKS, Risk, risk_of
 from grace.advice.model import (
     INSIDE,
@@ -164,25 +163,15 @@ class Answer:
 
 
 def band(seconds: float) -> tuple[float, float]:
-    """Return the seconds between which a predicted step lies, if it is as good as 95 % of those that were checked.
-
-    Formula: p / (1 + h) to p / (1 - h)
-
-    p is the prediction, and the error of a prediction is p / measured - 1, of which 95 % lay within -h and h.
-    """
-    return seconds / (1 + ACCURACY.high), seconds / (1 - ACCURACY.high)
+    """Return the seconds between which 95 % of measured steps lay, relative to predictions such as this one."""
+    low, high = WHAT_IF.steps
+    return seconds * low, seconds * high
 
 
 def band_of_speedup(speedup: float) -> tuple[float, float]:
-    """Return the band of the quotient of two predicted steps, whose errors are taken as independent.
-
-    Formula: r exp(-w) to r exp(w), with w^2 = log(1 + h)^2 + log(1 - h)^2
-
-    r is the quotient, h as in `band`. Of independent factors, the logarithms add in squares. If both steps had their
-    largest error, r would lie in the wider band from r (1 - h) / (1 + h) to r (1 + h) / (1 - h).
-    """
-    width = math.exp(math.hypot(math.log1p(ACCURACY.high), math.log1p(-ACCURACY.high)))
-    return speedup / width, speedup * width
+    """Return the same of a speed-up over no compression."""
+    low, high = WHAT_IF.speedups
+    return speedup * low, speedup * high
 
 
 def add_what_if(commands: Any) -> None:
@@ -496,7 +485,7 @@ def lines(answer: Answer) -> list[str]:
         *align(ranks, right=(0, 1, 3, 4)),
         "",
         f"Times of codecs: one core of this CPU{where}.",
-        *ACCURACY.lines,
+        *WHAT_IF.lines("that know only the times of passes and codecs"),
         "Not known: whether the model learns as well (docs/choose.md, docs/adam.md), waits for the slowest rank, other "
         "traffic on the link, and what the transport takes of the processor.",
     ]
@@ -538,7 +527,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
         "by_ranks": {
             str(n): {label: told(found) for label, found in methods.items()} for n, methods in answer.by_ranks.items()
         },
-        "accuracy": ACCURACY._asdict(),
+        "accuracy": WHAT_IF._asdict(),
     }
 
 

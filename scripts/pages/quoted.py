@@ -430,10 +430,10 @@ def two_nodes() -> Values:
 @quoted
 def predictions() -> Values:
     found = measurements.load("predictions")
-    for use, name in (("held out", "held_out"), ("all", "all")):
+    for use, name in (("held out", "held_out"), ("all", "all"), ("not calibrated", "not_calibrated")):
         told = found["summary"][use]
         yield f"{name}_cells", f"{told['cells']}"
-        for key in ("median", "high", "worst", "noise"):
+        for key in ("median", "high", "worst", "noise", "noise_high"):
             yield f"{name}_{key}", f"{100 * told[key]:.0f}"
     # The choice of advice on the ranks that the calibration has not seen, among what has no or low risk with Adam. The
     # rows of a setting begin with plain DDP, and go from the gentlest method to the strongest.
