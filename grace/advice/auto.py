@@ -178,7 +178,7 @@ class Auto(Watch):
         if label != self._label:
             exchange._change(changes(has_nodes(exchange))[label], auto=True)
             self._label, self._since = label, int(exchange.run.step)
-        if exchange._speaks and label != self._told:
+        if exchange._logs and label != self._told:
             say(f"grace: auto takes {label} from step {int(exchange.run.step)}. {why}")
         self._told = label
 

@@ -30,7 +30,7 @@ class Launched(Watch):
         # The numbers of steps to see after these; None if they are not known yet.
         self._then: list[int] | None = None
         leave(SEEN, "")
-        if exchange._speaks:
+        if exchange._logs:
             leave(FIRST, "")
 
     def decide(self) -> None:
@@ -55,7 +55,7 @@ class Launched(Watch):
             Watch.__init__(self, exchange, self._then.pop(0))
             return
         advice = measure(self).advice()
-        if exchange._speaks:
+        if exchange._logs:
             leave(ADVICE, json.dumps({**advice.to_dict(), "text": str(advice), "toml": advice.toml}))
         leave(MEASURED, "")
         # No rank goes before all have what they need of it.

@@ -31,8 +31,9 @@ _MERGED = (2, 4)
 class Watch:
     """Times of the last `steps` steps of an exchange on this rank, and gradients of some tensors.
 
-    An adapter says `begin` before the first gradient of a step, `saw` for each gradient of this rank, and `end` when
-    all are merged. One whose backward pass waits for an exchange says `goes_on` after it. Times are those of the host.
+    An adapter calls `begin` before the first gradient of a step, `note_gradient` for each gradient of this rank, and
+    `end` when all are merged. One whose backward pass waits for an exchange calls `resume` after it. Times are those of
+    the host.
     """
 
     def __init__(self, exchange: Exchange, steps: int) -> None:
@@ -78,7 +79,7 @@ class Watch:
     def decide(self) -> None:
         """Do what follows from the steps seen so far, between two steps: nothing."""
 
-    def saw(self, name: str, *parts: Array, at: float | None = None) -> None:
+    def note_gradient(self, name: str, *parts: Array, at: float | None = None) -> None:
         """Note that a gradient of this rank is there, in one or more parts."""
         if self._begun is None:
             return
@@ -90,7 +91,7 @@ class Watch:
             flat = ops.concat([ops.reshape(part, (-1,)) for part in parts])
             self._samples[name] = ops.cast(ops.copy(flat[: _cut(spec).numel]), spec.dtype)
 
-    def goes_on(self) -> None:
+    def resume(self) -> None:
         """Note that the backward pass goes on, which has waited since it was last told of a gradient."""
         self.waits = True
         self._waited += time.perf_counter() - self._last

@@ -112,7 +112,7 @@ class MPIExchange(Exchange):
             # All ranks start their collectives in the order of the plan.
             for item in self.plan.assignments:
                 name = item.spec.name
-                self.saw(name, gradients[name])
+                self.note_gradient(name, gradients[name])
                 self.run.current.ready(name, gradients[name], lr, others.get(name))
             merged = self.run.finish()
             self.step_ends()

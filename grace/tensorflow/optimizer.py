@@ -306,7 +306,7 @@ class OptimizerExchange(Exchange):
         """Tell the user on rank 0 what is sent, and later what network would suffice."""
         super().announce(stages, step)
         if self.config.outer is not None:
-            self._optimizer._outer.record.tells = self._speaks
+            self._optimizer._outer.record.tells = self._logs
 
     def common_weights(self) -> dict[str, tf.Tensor]:
         """Return copies of the weights that all ranks have in common; see `grace.core.session.exchange.Exchange`."""

@@ -257,7 +257,7 @@ class GraphStep:
             if advisor is not None:
                 advisor.begin(min(there))
                 for name, at, x in zip(given, there, arrays, strict=True):
-                    advisor.saw(name, x, at=at)
+                    advisor.note_gradient(name, x, at=at)
                 advisor.end(end)
 
         times = tf.stack([*map(time_after, given.values()), time_after(*results)])

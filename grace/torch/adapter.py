@@ -183,7 +183,7 @@ class GradientAdapter(OptimizerAdapter):
             # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
             p.grad = p.grad.resolve_conj().resolve_neg()
         if p.grad is not None and not p.grad.is_sparse:
-            self.exchange.saw(name, p.grad)
+            self.exchange.note_gradient(name, p.grad)
         if not self.run.exchanges(name):
             return self.delegated.start(p)
         lr = self.optimizer.param_groups[self.group_of[p]]["lr"]

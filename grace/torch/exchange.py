@@ -83,7 +83,7 @@ class Exchange(core.Exchange):
         return self._library.transport
 
     @property
-    def _speaks(self) -> bool:
+    def _logs(self) -> bool:
         """True on rank 0; of a sharded model's replicas, on that of the first part."""
         return self.rank == 0 and (self.part is None or self.part[0] == 0)
 

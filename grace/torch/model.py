@@ -68,7 +68,7 @@ class ModelExchange(Exchange):
         ours = set(self.exchanged())
         if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.optimizers.append(describe(optimizer))
-            if self._speaks:
+            if self._logs:
                 warn_of_pairs(self.config, self.optimizers[-1])
 
     def exchanged(self) -> list[torch.Tensor]:

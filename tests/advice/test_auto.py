@@ -84,7 +84,7 @@ class Job:
             begin, rest = self.now, self.true.compute - max(self.true.ready.values())
             for name, ready in self.true.ready.items():
                 self.now = begin + ready
-                self.auto.saw(name, np.zeros(TENSORS[name], np.float32))
+                self.auto.note_gradient(name, np.zeros(TENSORS[name], np.float32))
             self.now = begin + self.true.seconds(self.label, self.link) - rest
             self.auto.end()
             # What a step takes longer than the figures say is no exchange.
@@ -429,9 +429,9 @@ def test_what_a_pass_has_waited_for_belongs_to_the_exchange(monkeypatch):
     for _ in range(2):
         # The times are 0, 1, 2, 3, 4.
         watching.begin()
-        watching.saw("b", np.ones((300, 200), np.float32), np.ones((300, 200), np.float32))
-        watching.goes_on()
-        watching.saw("a", np.ones((256, 256), np.float32))
+        watching.note_gradient("b", np.ones((300, 200), np.float32), np.ones((300, 200), np.float32))
+        watching.resume()
+        watching.note_gradient("a", np.ones((256, 256), np.float32))
         watching.end()
     seen = watching.figures({})
     assert (seen["period"], seen["exposed"], seen["waits"]) == (5.0, 2.0, True)
@@ -523,7 +523,7 @@ def test_codecs_are_measured_on_gradients_of_the_job():
     for _ in range(3):
         watching.begin()
         for name, shape in {**TENSORS, "large": (1200, 1000)}.items():
-            watching.saw(name, rng.normal(size=shape).astype(np.float32))
+            watching.note_gradient(name, rng.normal(size=shape).astype(np.float32))
         watching.end()
     assert watching.complete
     made = {label: grace.make_config(change) for label, change in changes().items() if label in ("qsgd", "topk")}

@@ -180,7 +180,7 @@ class Exchange(ABC):
         return self._ops("cpu").copy(saved)
 
     @property
-    def _speaks(self) -> bool:
+    def _logs(self) -> bool:
         """True on the rank that tells the user about the exchange."""
         return self.rank == 0
 
@@ -190,7 +190,7 @@ class Exchange(ABC):
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Tell the user on rank 0 what is sent from now on; see `grace.core.observe.announcement`."""
-        if self._speaks:
+        if self._logs:
             warn((text for _, plan in stages for text in plan.warnings), self.warned)
             announce(stages, self.size, f"{self.called}.report()", step, self.config.outer)
             for outer in self.outers:
@@ -261,7 +261,7 @@ class Exchange(ABC):
             config = dataclasses.replace(change_config(self.config, changes), auto=auto)
             check_outer(config, where, average=True, size=self.size)
             check_references(config, where, self.takes_references)
-            if self._speaks:
+            if self._logs:
                 for optimizer in self.optimizers:
                     warn_of_pairs(config, optimizer, self.config)
             handshake.local["configuration"] = config.to_dict()
@@ -297,15 +297,15 @@ class Exchange(ABC):
             self.advisor.decide()
             self.advisor.begin()
 
-    def saw(self, name: str, *parts: Array) -> None:
+    def note_gradient(self, name: str, *parts: Array) -> None:
         """Tell the advisor that a gradient of this rank is there, in one or more parts."""
         if self.advisor is not None:
-            self.advisor.saw(name, *parts)
+            self.advisor.note_gradient(name, *parts)
 
-    def goes_on(self) -> None:
+    def resume(self) -> None:
         """Tell the advisor that the backward pass goes on, which has waited for the exchange of what was seen last."""
         if self.advisor is not None:
-            self.advisor.goes_on()
+            self.advisor.resume()
 
     def step_ends(self) -> None:
         """Tell the advisor that all gradients of a step are merged."""

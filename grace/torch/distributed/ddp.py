@@ -208,7 +208,7 @@ class GradientHook:
         buffer, ours = bucket.buffer(), self._run.plan.assignment_of.keys() & names
         if self._exchange.advisor is not None and not buffer.is_sparse:
             for name, view in zip(names, split(buffer, parameters), strict=True):
-                self._exchange.saw(name, view)
+                self._exchange.note_gradient(name, view)
         if ours and buffer.is_sparse:
             raise StepError(
                 f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "

@@ -261,11 +261,11 @@ class _Reduction:
             if self._exchange.advisor is not None:
                 for name, at in self._present(length).items():
                     lengths = {i: self._named[name].part(i) for i in rows}
-                    self._exchange.saw(name, *(row[at : at + lengths[i]] for i, row in rows.items()))
+                    self._exchange.note_gradient(name, *(row[at : at + lengths[i]] for i, row in rows.items()))
             yield
         if next(iter(rows.values())).device.type == "cpu":
             # On a GPU, the pass goes on at once.
-            self._exchange.goes_on()
+            self._exchange.resume()
 
     def _finish(self, into: Mapping[str, torch.Tensor], factor: float) -> None:
         """Complete the step, and write each mean times the factor to its place."""

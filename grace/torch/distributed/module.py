@@ -140,7 +140,7 @@ class ModuleExchange(ModelExchange):
             p.grad = p.grad.resolve_conj().resolve_neg()
         self._handed[p] = p.grad
         if p.grad is not None and not p.grad.is_sparse:
-            self.saw(name, p.grad)
+            self.note_gradient(name, p.grad)
         missing = p.grad is None or p not in self._reached
         if missing:
             self._missing.add(name)

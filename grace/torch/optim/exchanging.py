@@ -51,7 +51,7 @@ class Momenta(Exchange):
 class _Gradients(Exchange):
     """The exchange of gradients, of which users need not know."""
 
-    _speaks = False
+    _logs = False
 
 
 class Exchanging(Ruled, ABC):
