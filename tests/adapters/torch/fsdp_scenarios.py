@@ -217,6 +217,26 @@ def conserved_by_fsdp(replicas: int) -> dict[str, Any]:
     }
 
 
+def loco_by_fsdp() -> dict[str, Any]:
+    """Let LoCo exchange equal gradients in ten steps; return the errors of the first one and of means, and memories."""
+    memory = {"name": "lowpass", "beta": 0.2, "reset_every": 10, "residual_dtype": "int8"}
+    method = {"compressor": {"name": "blockwise", "format": "int4"}, "memory": memory}
+    model, plain, batch = shard(make()), shard(make()), next(batches(1))
+    exchange = grace.torch.register(model, {**method, **EVERYTHING})
+    backward(plain, batch)
+    expected, total, errors, memories = local_gradients(plain), None, [], []
+    for step in range(10):
+        model.zero_grad()
+        backward(model, batch)
+        found = local_gradients(model)
+        total = found if total is None else {name: total[name] + x for name, x in found.items()}
+        errors.append(float(sum((total[name] / (step + 1) - x).square().sum() for name, x in expected.items())))
+        states = exchange.state_dict()["tensors"].values()
+        kept = [state["memory"]["residual"] for state in states if "residual" in state["memory"]]
+        memories.append([sorted({str(x.dtype) for x in kept}), any(bool(x.any()) for x in kept)])
+    return {"errors": errors, "memories": memories}
+
+
 def held(exchange: Any, name: str) -> torch.Tensor:
     """Return the residual of a tensor on this rank, flat: of the whole tensor, or of this rank's part with replicas."""
     item = next((item for item in exchange.plan.assignments if item.spec.name == name), None)

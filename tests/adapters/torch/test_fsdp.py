@@ -131,6 +131,14 @@ def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
 
 
 @on(TWO)
+def test_the_configuration_of_loco_feeds_back_what_it_loses_and_forgets_it_now_and_then(launch):
+    for rank in scenario("loco_by_fsdp", launch):
+        first, *_, last = rank["errors"]
+        assert 0 < last < first / 8, rank["errors"]
+        assert rank["memories"] == [[["torch.uint8"], step != 9] for step in range(10)]
+
+
+@on(TWO)
 def test_a_step_that_the_scaler_skips_changes_no_residual(launch):
     for rank in scenario("scaled_by_fsdp", launch):
         assert rank["scaled"]["after"] == rank["unscaled"]["after"]
