@@ -25,12 +25,14 @@ class Accuracy(NamedTuple):
     speedups: tuple[float, float]
     machine: str
 
-    def lines(self, calibrated: str) -> list[str]:
-        """Return the lines that every output has, with a clause on the calibration."""
+    @property
+    def lines(self) -> list[str]:
+        """The lines that every output has."""
         return [
-            f"Predictions {calibrated} missed {self.cells} measured steps by {self.median:.0%} (median), "
-            f"{self.high:.0%} (95th percentile) and {self.worst:.0%} at worst; two measurements of one step differ by "
-            f"{self.noise:.0%} (median) and {self.noise_high:.0%} (95th percentile).",
+            f"Predictions calibrated on 2 ranks missed {self.cells} measured steps that were held out by "
+            f"{self.median:.0%} (median), {self.high:.0%} (95th percentile) and {self.worst:.0%} at worst; two "
+            f"measurements of one step differ by {self.noise:.0%} (median) and {self.noise_high:.0%} (95th "
+            "percentile).",
             f"They were checked on 4 and 8 ranks that shared the cores of one machine: {self.machine}.",
         ]
 

@@ -137,8 +137,7 @@ class Advice:
         left_out = [f"Left out: {label}, because {reason}" for label, reason in self.left_out.items()]
         unknown = [f"Not known: {text}." for text in _UNKNOWN]
         measured = f"Measured on {self.ranks} ranks: steps of {low} to {high} ms, a link of {link}. * is predicted."
-        checked = ACCURACY.lines("calibrated on 2 ranks")
-        return "\n".join([self.sentence, "", self.table, "", measured, *checked, *left_out, *unknown])
+        return "\n".join([self.sentence, "", self.table, "", measured, *ACCURACY.lines, *left_out, *unknown])
 
 
 class Figures:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grace.advice.accuracy import WHAT_IF
+from grace.advice.accuracy import ACCURACY, WHAT_IF
 from grace.advice.candidates import LOW, RISKS, Risk, risk_of
 from grace.advice.model import (
     INSIDE,
@@ -163,14 +163,14 @@ class Answer:
 
 
 def band(seconds: float) -> tuple[float, float]:
-    """Return the seconds between which 95 % of measured steps lay, relative to predictions such as this one."""
-    low, high = WHAT_IF.steps
+    """Return the seconds between which 95 % of measured steps lay, relative to predictions after a calibration."""
+    low, high = ACCURACY.steps
     return seconds * low, seconds * high
 
 
 def band_of_speedup(speedup: float) -> tuple[float, float]:
     """Return the same of a speed-up over no compression."""
-    low, high = WHAT_IF.speedups
+    low, high = ACCURACY.speedups
     return speedup * low, speedup * high
 
 
@@ -485,7 +485,11 @@ def lines(answer: Answer) -> list[str]:
         *align(ranks, right=(0, 1, 3, 4)),
         "",
         f"Times of codecs: one core of this CPU{where}.",
-        *WHAT_IF.lines("that know only the times of passes and codecs"),
+        *ACCURACY.lines,
+        "Without that calibration, as here, steps took {:.1f} to {:.1f} times as long as predicted".format(
+            *WHAT_IF.steps
+        )
+        + f" (95 % of {WHAT_IF.cells}), since the transport takes of cores that ranks share.",
         "Not known: whether the model learns as well (docs/choose.md, docs/adam.md), waits for the slowest rank, other "
         "traffic on the link, and what the transport takes of the processor.",
     ]
@@ -527,7 +531,8 @@ def to_dict(answer: Answer) -> dict[str, Any]:
         "by_ranks": {
             str(n): {label: told(found) for label, found in methods.items()} for n, methods in answer.by_ranks.items()
         },
-        "accuracy": WHAT_IF._asdict(),
+        "accuracy": ACCURACY._asdict(),
+        "accuracy_without_calibration": WHAT_IF._asdict(),
     }
 
 

@@ -486,7 +486,7 @@ def test_advice_says_whether_it_pays_and_can_be_written(monkeypatch):
         assert grace.make_config(advice.config).method == grace.make_config({"compressor": advice.best}).method
     # The accuracy of predictions is a part of every output.
     assert advice.to_dict()["accuracy"] == accuracy.ACCURACY._asdict()
-    assert f"calibrated on 2 ranks missed {accuracy.ACCURACY.cells} measured steps" in str(advice)
+    assert f"Predictions calibrated on 2 ranks missed {accuracy.ACCURACY.cells} measured steps" in str(advice)
     reason = {"reason": "no gradient was seen that could be compressed"}
     left_out = job.measured(codecs={"fp16": CODEC, "qsgd": reason}).advice()
     assert "Left out: qsgd, because no gradient was seen" in str(left_out)
