@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +65,8 @@ class Applied:
         self._of_optimizers: set[int] = set()
         self._sought = self._told_of_dropped = self._told_of_passed = False
         self._expected: Callable[[], bool] = lambda: False
+        # The parameters with a hook.
+        self._watched: set[torch.Tensor] = set()
         #: True during backward passes whose gradients are put aside.
         self.paused = False
 
@@ -71,6 +74,14 @@ class Applied:
         """Watch the gradients and the optimizers; `expected()` tells whether a gradient now belongs to an exchange."""
         self._expected = expected
         watch(self)
+        # One parameter is enough to notice a pass, and a hook takes microseconds in each of them.
+        for p in itertools.islice(self._names, 1):
+            self._watch(p)
+
+    def _watch(self, p: torch.Tensor) -> None:
+        """Look at a backward pass before autograd adds the gradient of this parameter to that of earlier passes."""
+        if p in self._watched:
+            return
         alive = weakref.ref(self)
 
         @unserializable_hook
@@ -79,9 +90,8 @@ class Applied:
             if applied is not None and not applied.paused and applied._pass != torch._C._current_graph_task_id():
                 applied._look()
 
-        for p in self._names:
-            # Called before autograd adds the gradient to that of earlier passes.
-            p.register_hook(look)
+        p.register_hook(look)
+        self._watched.add(p)
 
     def exchanged(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take note of an exchange of these gradients, at its end."""
@@ -89,6 +99,7 @@ class Applied:
         if before is None or not self._keeps_states:
             return
         for p in parameters:
+            self._watch(p)
             oldest = self._waiting[p].before if p in self._waiting else before
             self._waiting[p] = _Exchanged(oldest, p._version)
 
