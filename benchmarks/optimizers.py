@@ -93,8 +93,9 @@ def optimizer_of(method, model, steps, options):
         return optim.ZeroOneAdam(named, total_steps=steps, every=every, **options)
     if "10 %" in method:
         return optim.OneBitAdam(named, freeze_step=steps // 10, **options)
-    config = {"compressor": "none"} if "uncompressed" in method else None
-    return optim.OneBitAdam(named, config, total_steps=steps, scaled="paper" not in method, **options)
+    if "uncompressed" in method:
+        options = {"config": {"compressor": "none"}, **options}
+    return optim.OneBitAdam(named, total_steps=steps, scaled="paper" not in method, **options)
 
 
 METHODS = (
