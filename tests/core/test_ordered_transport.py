@@ -1,4 +1,4 @@
-"""Collectives of an ordered transport that advance in another thread than the one that trains."""
+"""Collectives of an ordered transport: in another thread than the one that trains, and without headers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from grace.core.errors import MismatchError, WaitError
-from grace.core.transport.collectives import allgather
+from grace.core.ops import get_ops
+from grace.core.transport.collectives import allgather, sum_halves
 from grace.core.transport.ordered import OrderedTransport
 
 
@@ -148,3 +149,24 @@ def test_ranks_that_announce_other_steps_exchange_no_data():
     with pytest.raises(MismatchError, match="rank 0 started a step from 'bucket' on, with the plan 0123, but rank 1"):
         handle.wait()
     assert len(transport.tests) == 1
+
+
+@pytest.mark.parametrize(("ranks", "n"), [(3, 10), (4, 8), (4, 3), (5, 1)])
+def test_sums_of_16_bits_need_no_lengths_of_other_ranks(ranks, n):
+    """All lengths follow from one: a header per collective would cost more than the sum, where ranks share cores."""
+    ops = get_ops("numpy")
+    given = np.random.default_rng(0).standard_normal((ranks, n)).astype(np.float16)
+    programs = [sum_halves(ops, x, rank, ranks, 1 / ranks) for rank, x in enumerate(given)]
+    (trade,) = zip(*map(next, programs), strict=True)
+    assert all(each.kind == "alltoall" and each.equal for each in trade)
+    assert len({tuple(map(len, each.buffers)) for each in trade}) == 1
+    arrived = [np.concatenate([each.buffers[rank] for each in trade]) for rank in range(ranks)]
+    (gather,) = zip(*(program.send([x]) for program, x in zip(programs, arrived, strict=True)), strict=True)
+    assert all(each.kind == "allgather" and each.equal for each in gather)
+    assert len({len(each.buffers[0]) for each in gather}) == 1
+    mean = given.astype(np.float32).sum(axis=0) / ranks
+    for program in programs:
+        with pytest.raises(StopIteration) as end:
+            program.send([np.concatenate([each.buffers[0] for each in gather])])
+        assert end.value.value.dtype == np.float16
+        np.testing.assert_allclose(end.value.value, mean, rtol=1e-3, atol=1e-4)

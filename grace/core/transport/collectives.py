@@ -151,8 +151,8 @@ def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> 
     """Add 16-bit floats of all ranks in float32, in rank order; multiply by the factor and round once.
 
     Some libraries cannot add them, or only one of the two dtypes; others add them one by one in software. Two ranks
-    exchange their buffers. More ranks exchange slices, add these and gather the sums. Either way a rank sends as many
-    bytes as in a ring allreduce, 2 (size - 1) / size of x.
+    exchange their buffers. More ranks exchange slices, add these and gather the sums. Either way a rank sends about as
+    many bytes as in a ring allreduce, 2 (size - 1) / size of x.
     """
     if size == 1:
         (x,) = yield [allreduce(x)]
@@ -164,12 +164,18 @@ def sum_halves(ops: ArrayOps, x: Array, rank: int, size: int, factor: float) -> 
             return ops.half_sum([ops.from_bytes(each, dtype) for each in both], factor)
         both = ops.from_bytes(both, dtype)
         return ops.half_sum([both[:n], both[n:]], factor)
-    ends = [n * i // size for i in range(size + 1)]
+    # Slices of one length, the last of which may be filled up: so all lengths follow from that of x.
+    length = -(-n // size)
+    ends = [min(n, length * i) for i in range(size + 1)]
     slices = [ops.to_bytes(x[start:stop]) for start, stop in itertools.pairwise(ends)]
-    (rows,) = yield [alltoall(slices)]
+    (rows,) = yield [alltoall(slices, equal=True)]
     # A graph does not know the length.
-    length = ends[rank + 1] - ends[rank]
-    known = ops.reshape(ops.from_bytes(rows, dtype), (size * length,))
-    total = ops.half_sum([known[i * length : (i + 1) * length] for i in range(size)], factor)
-    (sums,) = yield [allgather(ops.to_bytes(total))]
-    return ops.reshape(ops.from_bytes(sums, dtype), (n,))
+    mine = ends[rank + 1] - ends[rank]
+    known = ops.reshape(ops.from_bytes(rows, dtype), (size * mine,))
+    total = ops.half_sum([known[i * mine : (i + 1) * mine] for i in range(size)], factor)
+    if mine < length:
+        total = ops.concat([total, ops.zeros(length - mine, dtype)])
+    (sums,) = yield [allgather(ops.to_bytes(total), equal=True)]
+    if isinstance(sums, list):
+        sums = ops.concat(sums)
+    return ops.reshape(ops.from_bytes(sums, dtype), (length * size,))[:n]
