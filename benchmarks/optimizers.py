@@ -152,7 +152,8 @@ def main(path):
         if dist.get_rank() == 0:
             print(rows[-1], flush=True)
     if dist.get_rank() == 0:
-        what = "Validation loss of the 1-bit optimizers at the end, 2 ranks"
+        seeds = " and ".join(f"{seeds[0]} to {seeds[-1]} for the {task}" for task, seeds in SEEDS.items())
+        what = f"Validation loss of the 1-bit optimizers at the end, 2 ranks, seeds {seeds}"
         command = f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/optimizers.py {path}"
         tables.write(path, what, COLUMNS, rows, commands=[command])
     dist.destroy_process_group()

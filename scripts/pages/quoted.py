@@ -206,6 +206,15 @@ def adam() -> Values:
         found = row("optimizers", method)
         assert plain["digits_range"][0] < found["digits"] < plain["digits_range"][1], "within what seeds make"
         yield f"{name}_behind", f"{100 * (found['transformer'] / plain['transformer'] - 1):.1f}"
+    for name, method in (("one_bit", "OneBitAdam"), ("frozen", "OneBitAdam, uncompressed")):
+        found = row("optimizers", method)
+        for task in ("digits", "transformer"):
+            yield f"{name}_{task}", f"{found[f'{task}_above']:.1f}"
+            yield f"{name}_{task}_error", f"{found[f'{task}_deviation']:.1f}"
+    early = row("optimizers", "OneBitAdam, warm-up of 10 %")
+    assert early["digits_above"] < -2 * early["digits_deviation"], "a short warm-up is ahead on the digits"
+    yield "early_digits", f"{-early['digits_above']:.0f}"
+    yield "early_transformer", f"{early['transformer_above']:.1f}"
     signs = row("optimizers", "Adam, signs of gradients")
     yield "signs_behind", f"{100 * (signs['transformer'] / plain['transformer'] - 1):.0f}"
 
