@@ -486,10 +486,10 @@ def lines(answer: Answer) -> list[str]:
         "",
         f"Times of codecs: one core of this CPU{where}.",
         *ACCURACY.lines,
-        "Without that calibration, as here, steps took {:.1f} to {:.1f} times as long as predicted".format(
+        "Without that calibration, as here, steps took {:.1f} to {:.1f} times as long as predicted: ".format(
             *WHAT_IF.steps
         )
-        + f" (95 % of {WHAT_IF.cells}), since the transport takes of cores that ranks share.",
+        + "the ranks shared their cores with the transport.",
         "Not known: whether the model learns as well (docs/choose.md, docs/adam.md), waits for the slowest rank, other "
         "traffic on the link, and what the transport takes of the processor.",
     ]
