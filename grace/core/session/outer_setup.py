@@ -138,7 +138,7 @@ def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
         raise ConfigError(
             f"{where}: with local_steps and outer no gradients are exchanged, so {' and '.join(names)} would have no "
             "effect; leave it out. To accumulate gradients, call step() after several backward passes, or set "
-            "gradient_accumulation_steps of the Keras optimizer."
+            "gradient_accumulation_steps of an optimizer that has it."
         )
 
 
