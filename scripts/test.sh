@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up, then run lint, type checks, the docs build and all tests. Stop at the first failure, with its exit
 # status. At the end, print how long each group took. Arguments are passed to pytest: bash scripts/test.sh -k topk
-# With --all, slow tests run, too, and full products of methods, launchers and so on in place of few cases.
+# With --all, slow tests run, too, and every pair of methods, launchers and so on in place of few cases.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"

@@ -34,7 +34,7 @@ UNWANTED = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run slow tests, and full products in place of few cases")
+    parser.addoption("--all", action="store_true", help="run slow tests, and every pair of values")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -21,7 +21,7 @@ from grace.testing.communicator_contract import residuals
 from grace.testing.harness import EPS, same
 from tests.support.covering import ALL
 
-CASES = 4000 if ALL else 40
+CASES = 1000 if ALL else 40
 STEPS = 6
 TENSORS = {"matrix": (24, 40), "vector": (700,), "scalar": (), "long": (3, 1500), "empty": (0, 4)}
 # Memories that feed back all that was not applied.

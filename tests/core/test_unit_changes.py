@@ -153,7 +153,7 @@ def drawn_change(rng):
     return rng.choice((1, 2, 3, 4)), config, {step: method() for step in steps}, saved
 
 
-@pytest.mark.parametrize("number", range(4000 if covering.ALL else 60))
+@pytest.mark.parametrize("number", range(1000 if covering.ALL else 60))
 def test_a_new_run_of_the_changed_configuration_continues_bit_for_bit(number):
     rng = random.Random(f"change/{number}")
     for _ in range(100):
@@ -185,7 +185,7 @@ def changed(size, config, changes, saved, *, scheduled):
     return sim, next(stage for first, stage in reversed(sim.config.stages) if first <= saved)
 
 
-@pytest.mark.parametrize("number", range(1000 if covering.ALL else 30))
+@pytest.mark.parametrize("number", range(300 if covering.ALL else 30))
 def test_what_a_change_has_left_is_kept_on_other_numbers_of_ranks(number):
     """The mean of all residuals is kept, also of those that the new method does not have."""
     rng = random.Random(f"other ranks/{number}")

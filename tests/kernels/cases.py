@@ -1263,7 +1263,7 @@ def bitshuffle_decode(ops, g):
 
 
 # Every pair of a size, a kind of numbers and a dtype.
-_SMALL = covering.pairs_of({"n": SMALL, "kind": KINDS, "dtype": native.FLOATS})
+_SMALL = covering.pairwise({"n": SMALL, "kind": KINDS, "dtype": native.FLOATS})
 
 
 def plans(dtype: str) -> Iterator[tuple[int, str, int]]:

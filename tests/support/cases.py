@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from grace.core.config.config import make_config
 from grace.core.config.registry import communicators, compressors
 from grace.core.errors import IncompatibleError
-from tests.support.covering import ALL, pairwise, product
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 
 # Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it. The ranks compare
@@ -59,8 +57,6 @@ _COMBINATIONS: dict[str, dict[str, Any]] = {
 }
 
 TENSORFLOW_MPI = Launch(TENSORFLOW, "mpirun", 4)
-# Rows with this launch are a full product under `--all`.
-_FULL = ("horovodrun-gloo", 2)
 # One process needs no launcher.
 _LAUNCHES = (("python", 1), ("horovodrun-gloo", 2), ("horovodrun-gloo", 4), ("mpirun", 2), ("mpirun", 4))
 # Only PyTorch has a launcher of its own.
@@ -107,21 +103,6 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
     method = _COMBINATIONS.get(name) or {"compressor": name, **compressors.needed(name)}
     return {**method, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
-
-
-def rows(
-    factors: dict[str, list[Any]],
-    valid: Callable[[dict[str, Any]], bool],
-) -> list[dict[str, Any]]:
-    """Return the rows of real exchanges to test, a covering array; under `--all` also every row of one launch.
-
-    The launch decides who moves the bytes, and nothing else. The product over all launches takes hours.
-    """
-    chosen = pairwise(factors, valid)
-    if ALL:
-        full = product(factors, lambda row: (row["launcher"], row["ranks"]) == _FULL and valid(row))
-        chosen += [row for row in full if row not in chosen]
-    return chosen
 
 
 def rows_of_combinations(launches: list[tuple[str, int]], **factors: Any) -> list[dict[str, Any]]:

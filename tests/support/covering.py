@@ -14,8 +14,8 @@ import pytest
 
 Row = dict[str, Any]
 
-# True under `--all`: the tests then run the full products. An environment variable, because parametrization at import
-# and the processes that tests start must see it too.
+# True under `--all`: the tests then meet every pair of values. An environment variable, because parametrization at
+# import and the processes that tests start must see it too.
 ALL = os.environ.get("GRACE_TEST_ALL") == "1"
 
 
@@ -78,13 +78,8 @@ def once(factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = la
 
 
 def rows(factors: Mapping[str, Sequence[Any]], valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Return the rows to test: those of `once`, or the full product under `--all`."""
-    return product(factors, valid) if ALL else once(factors, valid)
-
-
-def pairs_of(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Return the rows of `pairwise`, or the full product under `--all`."""
-    return product(factors) if ALL else pairwise(factors)
+    """Return the rows to test: those of `once`, or those of `pairwise` under `--all`."""
+    return pairwise(factors, valid) if ALL else once(factors, valid)
 
 
 def pairs(row: Row) -> Iterator[tuple[str, Any, str, Any]]:

@@ -66,7 +66,7 @@ COMBINATIONS = {tuple(registered.name(parts).split("-")): parts for parts in reg
 
 
 def each(valid=lambda row: True, **factors):
-    """Parametrize a test so that it meets every value of each factor, and under `--all` the full product.
+    """Parametrize a test so that it meets every value of each factor, and under `--all` every pair of values.
 
     A factor is a list of values, or a dict of them by the names that reports and `valid` see.
     """

@@ -8,7 +8,7 @@ from grace.core.config.registry import compressors
 from grace.core.methods.compressor import usual_communicator
 from tests.support import cases, half_precision, nodes
 from tests.support.cases import TENSORFLOW_MPI
-from tests.support.covering import ALL, once
+from tests.support.covering import ALL, rows
 from tests.support.launch import SUMMED, TENSORFLOW, Launch
 from tests.support.ranks import on, same, scenario
 from tests.support.registered import OF_SHARDS
@@ -60,7 +60,7 @@ _FACTORS = {
 # What a method, a communicator and a granularity make of each other does not depend on the framework. PyTorch has all
 # pairs, and grace.mpi the combinations.
 GIVEN = [
-    *(cases.rows(_FACTORS, _exchanges) if ALL else once(_FACTORS, _exchanges)),
+    *rows(_FACTORS, _exchanges),
     *(
         row
         for row in cases.rows_of_combinations(

@@ -9,7 +9,7 @@ import pytest
 from grace.core.config.registry import compressors
 from grace.core.wire.layout import WIRE_FORMAT
 from tests.support import cases, half_precision, nodes
-from tests.support.covering import ALL
+from tests.support.covering import ALL, pairwise
 from tests.support.launch import SUMMED, TORCH, Launch
 from tests.support.ranks import on, same, scenario
 from tests.support.registered import OF_SHARDS
@@ -28,7 +28,7 @@ def _possible(row):
 
 
 # Methods and communicators with granularities of the model and launches.
-EXCHANGES = cases.rows(
+EXCHANGES = pairwise(
     {
         **cases.method_factors(),
         "granularity": list(cases.GRANULARITIES),
@@ -38,7 +38,7 @@ EXCHANGES = cases.rows(
     _possible,
 ) + cases.rows_of_combinations([("horovodrun-gloo", 2), ("mpirun", 4)], granularity="bucket", view=False)
 # The dtypes of every method are tested in one process (tests/support/steps.py).
-DTYPES = cases.rows(
+DTYPES = pairwise(
     {
         "method": cases.method_factors()["method"],
         "dtype": ["float16", "bfloat16", "float64"],
