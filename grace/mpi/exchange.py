@@ -162,9 +162,6 @@ class MPIExchange(Exchange):
         """
         self.rollback.discard()
 
-    def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
-        return self.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
-
     def close(self) -> None:
         """Free the MPI resources of the exchange, on all ranks."""
         self.transport.close()

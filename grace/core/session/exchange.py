@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from grace.core.config.config import Config, change_config
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from grace.bench.codec import LocalStep
 
 
-class Exchange(ABC):
+class Exchange:
     """The plan, the statistics and the state of an exchange, and their changes in mid-run; the base of every adapter.
 
     `runs` are those of the ranks in this process: one, more in a simulation, none while the tensors are unknown. All
@@ -121,9 +121,10 @@ class Exchange(ABC):
         """The run of this process; in a simulation that of rank 0."""
         return self.runs[0]
 
-    @abstractmethod
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks, in rank order, from those of the ranks in this process."""
+        gathered: list[Any] = self.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
+        return gathered
 
     def everyone(self, mine: Any, purpose: str, what: str) -> list[Any]:
         """Return the JSON-able values of all ranks that train the model, of which each rank here has `mine`."""
@@ -420,11 +421,10 @@ class Exchange(ABC):
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
         """Load a state, or those of all ranks; return whether the run continues exactly, and what the user is told.
 
-        The caller warns at the end, because a warning may be an error.
+        The caller warns at the end, because a warning may be an error. Nothing may be on its way: outer steps are
+        drained.
         """
         outer = self.outer_of(run)
-        if outer is not None:
-            outer.drain()
         if not isinstance(state, list):
             check_saved(state)
             met = self._outer_state(outer, [state], 0)
@@ -440,6 +440,19 @@ class Exchange(ABC):
         if outer is not None:
             outer.restore(met)
         return exact, notice
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Return to the states of now if the body fails."""
+        before, outer_states = [run.states for run in self.runs], [outer.now for outer in self.outers]
+        try:
+            yield
+        except Exception:
+            for run, states in zip(self.runs, before, strict=True):
+                run.discard(states)
+            for outer, state in zip(self.outers, outer_states, strict=True):
+                outer.restore(state)
+            raise
 
     def _outer_state(
         self, outer: OuterRun | None, states: Sequence[Mapping[str, Any]], number: int | None

@@ -334,16 +334,8 @@ class Simulation(Exchange):
             )
         alone = ranks is not state and len(ranks) == self.size
         given = ranks if alone else [in_rank_order(ranks)] * self.size
-        before = [run.states for run in self.runs]
-        outer_states = [outer.now for outer in self.outers]
-        try:
+        with self._all_or_nothing():
             loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.runs, given, strict=True))]
-        except Exception:
-            for run, states in zip(self.runs, before, strict=True):
-                run.discard(states)
-            for outer, state_before in zip(self.outers, outer_states, strict=True):
-                outer.restore(state_before)
-            raise
         notice = next((text for _, text in loaded if text), "")
         if notice:
             self._warn(notice)
