@@ -12,7 +12,7 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from grace.core.errors import ConfigError
-from grace.core.guards.elastic import Membership, check_meetings, check_plan, refusal_of_process_sets, stays
+from grace.core.guards.elastic import Membership, refusal_of_process_sets, stays
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import inside
 from grace.tensorflow.optim.exchanging import Exchanging
@@ -66,7 +66,6 @@ class KerasState(ObjectState):  # type: ignore[misc]
         inner = innermost(self.optimizer)
         exchanges = [inner.grace] if isinstance(inner, Exchanges) else []
         outer = inner.grace.config.outer if exchanges else None
-        check_meetings(outer, _WHERE)
         # Whether a rank has weights of its own between two meetings.
         self._meets = outer is not None or isinstance(inner, Exchanging)
         for name in [name for name, value in more.items() if isinstance(value, Exchange)]:
@@ -75,10 +74,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
             exchanges.append(exchange)
             if not exchange.built:
                 exchange.build(model.trainable_variables)
-        for exchange in exchanges:
-            _check(exchange)
-            exchange.synchronized = True
-        self._exchanges = [(exchange, Membership()) for exchange in exchanges]
+        self._exchanges = [(exchange, _membership_of(exchange)) for exchange in exchanges]
         self._save_variables()
         super().__init__(bcast_object=_with_errors_of_horovod(hvd.broadcast_object), get_rank=hvd.rank, **more)
 
@@ -98,10 +94,8 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def reset(self) -> None:
         """Go on with the ranks that Horovod has now; it calls this before it calls `sync`."""
         super().reset()
-        for exchange, membership in self._exchanges:
-            before, after = exchange.move()
-            _check(exchange)
-            membership.move(before, after, exchange.rank)
+        for _, membership in self._exchanges:
+            membership.move()
         if self.model.train_function is not None:
             self.model.make_train_function(force=True)
         self._save_variables()
@@ -128,12 +122,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def _agree(self, number: int) -> bool:
         """Compare an exchange with that of the other ranks; return whether this one keeps what it holds back."""
         exchange, membership = self._exchanges[number]
-        return membership.agree(
-            exchange.description,
-            lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"),
-            _WHERE,
-            exchange.rank,
-        )
+        return membership.agree(lambda mine: exchange._gather([mine], f"sync {number}", "state.sync()"))
 
     def _save_variables(self) -> None:
         self._saved_exchanges = [(exchange, exchange.snapshot()) for exchange, _ in self._exchanges]
@@ -153,9 +142,8 @@ class KerasState(ObjectState):  # type: ignore[misc]
         return [inside(v) for each in optimizers for v in getattr(each, "_accumulated_gradients", ())]
 
 
-def _check(exchange: Exchange) -> None:
-    """Raise ConfigError for an exchange that cannot go on with other ranks."""
+def _membership_of(exchange: Exchange) -> Membership:
+    """Return the ranks of an exchange. Raises ConfigError if it cannot go on with others."""
     if exchange.process_set is not hvd.global_process_set:
         raise refusal_of_process_sets(_WHERE)
-    for plan in exchange.run.plans:
-        check_plan(plan, _WHERE)
+    return Membership(exchange, lambda: exchange.run.plans, _WHERE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from grace.core.config.outer import OuterSteps
@@ -13,7 +13,7 @@ from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
-def check_meetings(outer: OuterSteps | None, where: str) -> None:
+def _check_meetings(outer: OuterSteps | None, where: str) -> None:
     """Raise ConfigError for outer steps that cannot go on with other ranks."""
     if outer is not None and (outer.weight or outer.pairs):
         raise ConfigError(
@@ -36,7 +36,7 @@ def refusal_of_process_sets(where: str) -> ConfigError:
     return ConfigError(f"{where}: process_set is not supported in elastic mode; leave it out.")
 
 
-def check_plan(plan: Plan, where: str) -> None:
+def _check_plan(plan: Plan, where: str) -> None:
     """Raise ConfigError if a memory cannot go on with other ranks when one of them is gone."""
     for unit in plan.units:
         keeps = [each.memory for each in unit.chain if holds_residual(each.memory)]
@@ -51,39 +51,49 @@ def check_plan(plan: Plan, where: str) -> None:
 
 
 class Membership:
-    """The ranks of an elastic run, as an exchange of this rank knows them."""
+    """The ranks of an elastic run, as an exchange of this rank knows them.
 
-    def __init__(self) -> None:
+    `plans` returns those of the exchange. Raises ConfigError if it cannot go on with other ranks.
+    """
+
+    def __init__(self, exchange: Any, plans: Callable[[], Iterable[Plan]], where: str) -> None:
+        self._exchange, self._plans, self._where = exchange, plans, where
         # The number of ranks among which this one was last; None if it is new.
         self._before: int | None = None
+        _check_meetings(exchange.config.outer, where)
+        self._check_plans()
+        exchange.synchronized = True
 
-    def move(self, before: int, after: int, rank: int) -> None:
-        """Note that this rank goes on as rank `rank` of `after`; there were `before` ranks before."""
-        self._before = before
+    def _check_plans(self) -> None:
+        for plan in self._plans():
+            _check_plan(plan, self._where)
+
+    def move(self) -> None:
+        """Go on with the ranks that the library has now. Raises ConfigError if the exchange cannot."""
+        self._before, after = self._exchange.move()
+        self._check_plans()
         _log(
-            rank,
+            self._exchange.rank,
             "elastic mode: %d ranks before, %d now. Ranks that stay keep what they hold back; what a rank that is "
             "gone held back is lost.",
-            before,
+            self._before,
             after,
         )
 
-    def agree(
-        self, description: Callable[[], Mapping[str, Any]], gather: Callable[[Any], list[Any]], where: str, rank: int
-    ) -> bool:
-        """Compare what `description` returns with the other ranks; return whether this one keeps what it holds back.
+    def agree(self, gather: Callable[[Any], list[Any]]) -> bool:
+        """Compare the exchange with those of the other ranks; return whether this rank keeps what it holds back.
 
         A new rank among others does not. At the start of a run all are new, and what one has loaded is its own. Raises
         the errors of `agree`.
         """
-        with Handshake(gather, where) as handshake:
-            handshake.local = {**description(), "of this rank": self._before}
+        with Handshake(gather, self._where) as handshake:
+            handshake.local = {**self._exchange.description(), "of this rank": self._before}
         known = [theirs["of this rank"] for theirs in handshake.everyone]
         keeps = self._before is not None or not any(known)
         stayed, before = len(known) - known.count(None), max((n for n in known if n is not None), default=0)
         if before:
             _log(
-                rank,
+                self._exchange.rank,
                 "elastic mode: of %d ranks, %d have stayed and %d are new. What the other %d held back is lost.",
                 before,
                 stayed,
@@ -94,6 +104,6 @@ class Membership:
         return keeps
 
 
-def _log(rank: int, text: str, *values: int) -> None:
+def _log(rank: int, text: str, *values: int | None) -> None:
     if rank == 0:
         logger().warning(text, *values)

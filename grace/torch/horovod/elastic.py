@@ -10,7 +10,7 @@ import horovod.torch.elastic
 import torch
 from horovod.torch.elastic.state import StateHandler
 
-from grace.core.guards.elastic import Membership, check_meetings, check_plan, stays
+from grace.core.guards.elastic import Membership, stays
 from grace.torch.exchange import Exchange
 from grace.torch.horovod.library import Horovod
 from grace.torch.optim.zero_one import ZeroOneAdam
@@ -61,10 +61,8 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._exchange: Exchange = optimizer.grace
-        check_meetings(self._exchange.config.outer, _WHERE)
-        check_plan(self._exchange.plan, _WHERE)
-        self._membership = Membership()
-        self._exchange.synchronized = True
+        run = self._exchange.run
+        self._membership = Membership(self._exchange, lambda: [plan for _, plan in run.stages], _WHERE)
         # The weights of this rank before they are synchronized, if they may be its own.
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.save()
@@ -102,20 +100,13 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         library = self._exchange._library
         assert isinstance(library, Horovod)
         library.connect()
-        before, after = self._exchange.move()
-        check_plan(self._exchange.plan, _WHERE)
+        self._membership.move()
         self.save()
-        self._membership.move(before, after, self._exchange.rank)
 
     def sync(self) -> None:
         exchange = self._exchange
         run, transport = exchange.run, exchange.transport
-        keeps = self._membership.agree(
-            exchange.description,
-            lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"),
-            _WHERE,
-            transport.rank,
-        )
+        keeps = self._membership.agree(lambda mine: transport.gather_objects(mine, "grace/sync", "state.sync()"))
         mine = self.value.state_dict()
         root = hvd.broadcast_object(mine, root_rank=0, name="grace.sync")
         if not self._weights or not stays(self._steps(mine), self._steps(root), keeps=keeps):
