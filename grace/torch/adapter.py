@@ -17,6 +17,7 @@ from grace.core.state.merge import optimizer_state
 from grace.torch.exchange import Exchange
 from grace.torch.library import Delegated
 from grace.torch.references import References
+from grace.torch.tensors import refuse_sparse, resolve_signs
 from grace.torch.views import GradientViews
 
 # More backward passes than a closure takes.
@@ -151,14 +152,13 @@ class GradientAdapter(OptimizerAdapter):
         """Put the methods in their places, also those of the GradScaler."""
         super().attach()
         self.optimizer._allreduce_grad_async = self.start
-        if self.loss_scale is not None:
-            self.loss_scale.attach(
-                # A wrapper such as Lightning's forwards the attribute.
-                lambda which: getattr(which, "grace", None) is self.exchange,
-                synchronize=self.synchronize,
-                exchanged=lambda _: self.skip_synchronize(),
-                done=self.rollback.release,
-            )
+        self.loss_scale.attach(
+            # A wrapper such as Lightning's forwards the attribute.
+            lambda which: getattr(which, "grace", None) is self.exchange,
+            synchronize=self.synchronize,
+            exchanged=self.skip_synchronize,
+            done=self.rollback.release,
+        )
 
     # --- during the backward pass -----------------------------------------------------------------------------------
 
@@ -166,8 +166,7 @@ class GradientAdapter(OptimizerAdapter):
         """Start the exchange of a gradient; return what `_allreduce_grad_async` may return."""
         with self.rollback.attempt():
             if not self.taken:
-                self.rollback.keep()
-                self.exchange.start_comparing()
+                self.exchange.begin_step()
             handle = self._hand_over(p)
             assert p.grad is not None
             self.taken[p] = p.grad, p.grad._version
@@ -179,9 +178,7 @@ class GradientAdapter(OptimizerAdapter):
             # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
             self.gradients_of_frozen[p] = p.grad
             p.grad = torch.zeros_like(p)
-        if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):
-            # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
-            p.grad = p.grad.resolve_conj().resolve_neg()
+        resolve_signs(p)
         if p.grad is not None and not p.grad.is_sparse:
             self.exchange.note_gradient(name, p.grad)
         if not self.run.exchanges(name):
@@ -194,13 +191,9 @@ class GradientAdapter(OptimizerAdapter):
             # Another rank may have used the parameter and wait for this rank's gradient.
             p.grad = torch.zeros_like(p)
         gradient = p.grad
+        if not self.sparse_as_dense:
+            refuse_sparse(name, gradient, "Pass sparse_as_dense=True, or exclude")
         if gradient.is_sparse:
-            if not self.sparse_as_dense:
-                raise StepError(
-                    f"tensor '{name}' has a sparse gradient, and compressors need dense gradients. Pass "
-                    "sparse_as_dense=True, or exclude the tensor from compression by a rule, for example "
-                    f"rules=[{{'match': '{name}', 'compressor': 'none'}}]."
-                )
             gradient = gradient.to_dense()
         else:
             self.exchange.set_output(name, gradient)
@@ -208,9 +201,7 @@ class GradientAdapter(OptimizerAdapter):
                 some = gradient.detach().flatten()[:: max(1, gradient.numel() // 16)]
                 self.samples.append((some, some.clone()))
         # Detached, because hooks may run with gradients enabled.
-        gradient = gradient.detach()
-        if self.loss_scale is not None:
-            gradient = self.loss_scale.unscaled(gradient)
+        gradient = self.loss_scale.unscaled(gradient.detach())
         self.run.current.ready(name, gradient, lr, self.references.of(p))
         return functools.partial(self.exchange.result, name), None
 
@@ -276,8 +267,6 @@ class GradientAdapter(OptimizerAdapter):
         result = self.plain.step()
         self.references.applied()
         self.rollback.release()
-        if self.loss_scale is not None:
-            self.loss_scale.applied(optimizer)
         # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
         # former if any is compressed, and the latter does no harm if none is.
         if not exchange.scaler_sought and optimizer._should_synchronize == exchange.all_dense:
@@ -350,8 +339,6 @@ class GradientAdapter(OptimizerAdapter):
         self.delegated.forget()
         self.optimizer.set_backward_passes_per_step(self.optimizer.backward_passes_per_step)
         self.optimizer._synchronized = False
-        if self.loss_scale is not None:
-            self.loss_scale.forget()
         self.zero_grad()
 
     def _clear(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -13,6 +13,7 @@ from grace.core.guards.replicas import digest
 from grace.core.ops import get_ops
 from grace.core.session import exchange as core
 from grace.core.session.comparisons import Comparisons
+from grace.core.session.outer_setup import follows_steps
 from grace.core.session.start import Session
 from grace.core.state.checkpoint import carrying
 from grace.core.state.rollback import Rollback
@@ -20,11 +21,7 @@ from grace.core.state.run import Run
 from grace.torch.library import Library
 from grace.torch.loss_scale import LossScale, unknown_scaler_scales
 from grace.torch.tensors import start_gathering
-from grace.torch.views import apart
-
-if TYPE_CHECKING:
-    from grace.torch.applied import Applied
-
+from grace.torch.views import writable
 
 OPS = functools.partial(get_ops, "torch")
 
@@ -48,6 +45,8 @@ class Exchange(core.Exchange):
     ) -> None:
         super().__init__(**session.arguments)
         self._library, self._parameters = library, parameters
+        self.transport, self.takes_references = library.transport, session.takes_references
+        follows_steps(self.plan.exchanged, self.maker)
         # In elastic mode, True if a state of `grace.torch.horovod.TorchState` keeps it.
         self.synchronized = False
         gather = functools.partial(start_gathering, library.transport)
@@ -57,11 +56,9 @@ class Exchange(core.Exchange):
         self._gradients: dict[str, torch.Tensor] = {}
         #: The weights at which second gradients are computed, by name; None before the first full round.
         self.earlier: Mapping[str, torch.Tensor] | None = None
-        self.loss_scale = None if scaler is None else LossScale(scaler, self.run)
-        #: What watches over the exchanged gradients of a model in DDP.
-        self.applied: Applied | None = None
-        # True as soon as a GradScaler that was not passed has been looked for.
-        self.scaler_sought = False
+        self.loss_scale = LossScale(scaler, self.run)
+        # True as soon as a GradScaler has been looked for, or if one was passed.
+        self.scaler_sought = scaler is not None
         self.rollback = Rollback(self.run, lambda step: library.drop(f"{self.prefix}/discard", step), self.called)
 
     def discard(self) -> None:
@@ -76,11 +73,6 @@ class Exchange(core.Exchange):
         """
         self._forget()
         self.rollback.discard()
-
-    @property
-    def transport(self) -> Any:
-        """The transport of its library."""
-        return self._library.transport
 
     @property
     def _logs(self) -> bool:
@@ -105,8 +97,9 @@ class Exchange(core.Exchange):
             self.rollback.give_up()
 
     def _forget(self) -> None:
-        """Forget the gradients and comparisons of the step under way."""
+        """Forget the gradients, the loss scale and the comparisons of the step under way."""
         self._merged, self._gradients = {}, {}
+        self.loss_scale.forget()
         # Some ranks may have compared and others not.
         self.comparisons.restart("the first step after discard()")
 
@@ -127,22 +120,19 @@ class Exchange(core.Exchange):
         `saved` is what `load_state_dict` takes, and the warnings are the same. Raises StateError if the checkpoint has
         other tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
-        before, plain = self.run.states, (optimizer.state, optimizer.param_groups)
-        outer_states = [outer.now for outer in self.outers]
+        plain = optimizer.state, optimizer.param_groups
         for outer in self.outers:
             outer.drain()
-        told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
-        try:
-            load_plain()
-        except Exception as error:
-            self.run.discard(before)
-            for outer, state in zip(self.outers, outer_states, strict=True):
-                outer.restore(state)
-            optimizer.state, optimizer.param_groups = plain
-            raise StateError(
-                "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
-                f"({type(error).__name__}: {error}); load a checkpoint of this optimizer and these parameters."
-            ) from error
+        with self._all_or_nothing():
+            told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
+            try:
+                load_plain()
+            except Exception as error:
+                optimizer.state, optimizer.param_groups = plain
+                raise StateError(
+                    "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
+                    f"({type(error).__name__}: {error}); load a checkpoint of this optimizer and these parameters."
+                ) from error
         self._merged.clear()
         if saved is None:
             self.run.reset()
@@ -150,6 +140,12 @@ class Exchange(core.Exchange):
             self._forget_earlier()
         if told:
             self._warn(told)
+
+    def begin_step(self) -> None:
+        """Begin a step, at its first gradient: start to compare the ranks, and keep the states to return to."""
+        self.start_comparing()
+        # Not before: the advisor may change the method first.
+        self.rollback.keep()
 
     def start_comparing(self) -> None:
         """Start to compare the ranks; see `Comparisons.start`. Raises StepError in elastic mode without a state."""
@@ -162,9 +158,7 @@ class Exchange(core.Exchange):
         self.comparisons.start()
 
     def warn_of_scaler(self) -> None:
-        """Warn of a GradScaler that has scaled a loss and was not passed; look for it once."""
-        if self.scaler_sought or self.loss_scale is not None:
-            return
+        """Warn of a GradScaler that has scaled a loss and was not passed."""
         self.scaler_sought = True
         if unknown_scaler_scales():
             self._warn(
@@ -172,9 +166,6 @@ class Exchange(core.Exchange):
                 "the loss of this model, residuals and thresholds are wrong after each change of the scale, and with a "
                 "wrapped optimizer the ranks may skip different steps: pass it as grad_scaler."
             )
-
-    def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
-        return self._library.transport.gather_objects(mine[0], f"{self.prefix}/{purpose}", what)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         # With outer steps, the weights of a rank are its own between two meetings.
@@ -195,10 +186,7 @@ class Exchange(core.Exchange):
     def _forget_earlier(self) -> None:
         """Forget the states before earlier steps, because others were loaded."""
         self.rollback.release()
-        if self.loss_scale is not None:
-            self.loss_scale.loaded()
-        if self.applied is not None:
-            self.applied.forget()
+        self.loss_scale.loaded()
 
     def _digest(self, x: torch.Tensor) -> int:
         return digest(self._ops(str(x.device)), x.detach())
@@ -219,10 +207,9 @@ class Exchange(core.Exchange):
         """Return the merged gradient of a tensor; complete the exchange of all for the first."""
         if name not in self._merged:
             with torch.no_grad():
-                self._merged = self.run.finish(apart(self._gradients))
-                if self.loss_scale is not None:
-                    for merged in self._merged.values():
-                        self.loss_scale.scale_(merged)
-                    self.loss_scale.finish()
+                self._merged = self.run.finish(writable(self._gradients))
+                for merged in self._merged.values():
+                    self.loss_scale.scale_(merged)
+                self.loss_scale.finish()
             self._gradients = {}
         return self._merged.pop(name)

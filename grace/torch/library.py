@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from grace.core.errors import ConfigError
 from grace.core.plan.unit import Assignment
+from grace.core.session.start import Request, Session, open_session
 from grace.core.state.run import Run
 from grace.core.transport.transport import HandshakeTransport
 
@@ -27,27 +28,31 @@ class Settings(NamedTuple):
 PLAIN = Settings()
 
 
-class Delegated(Protocol):
-    """The start of exchanges of gradients that stay dense."""
+class Delegated(ABC):
+    """The exchange of gradients that stay dense."""
 
+    @abstractmethod
     def start(self, p: torch.nn.Parameter) -> Any:
         """Start the exchange of a gradient; return what `_allreduce_grad_async` may return."""
 
     def agree_on_sparse(self) -> None:
         """Let ranks without a gradient know which tensors have sparse ones. All ranks call it in their first step.
 
-        Raises StepError on every rank if a tensor is sparse on some ranks and dense on others.
+        Raises StepError on every rank if a tensor is sparse on some ranks and dense on others. Nothing is needed if the
+        transport finds collectives that differ.
         """
+        return
 
     def forget(self) -> None:
-        """Forget what was started in a step that was dropped."""
+        """Forget what was started in a step that was dropped, if the transport does not do so."""
+        return
 
 
 class Library(ABC):
     """The library that connects the ranks of one optimizer. Its constructor raises ConfigError if it cannot."""
 
     # What to do if the replicas start with other weights.
-    advice: ClassVar[str]
+    advice: str
     transport: HandshakeTransport
     # The name of the group of ranks, equal on all of them.
     group: str
@@ -63,6 +68,14 @@ class Library(ABC):
     def reduces(self, item: Assignment) -> bool:
         """Return whether the library itself reduces the tensor: it stays dense, and the library can add its dtype."""
         return item.dense and item.spec.dtype not in self.not_added
+
+    def session(self, request: Request, kind: str, gather: Callable[[Any], list[Any]] | None = None) -> Session:
+        """Return the start of an exchange among these ranks; see `open_session`."""
+        # In elastic mode the handshake comes when states are synchronized: a new rank makes its optimizer while the
+        # others go on.
+        gather = (lambda mine: [mine]) if self.elastic else gather
+        group = f"grace/{self.group}"
+        return open_session(request, self.transport, world=self.world, group=group, kind=kind, gather=gather)
 
     @abstractmethod
     def averages(self, op: Any) -> bool:

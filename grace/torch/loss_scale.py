@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ from grace.core.state.run import Run, Savepoint
 
 
 class LossScale:
-    """The scale of the gradients of a model, and the states to return to if the scaler skips a step.
+    """The scale of the gradients of a model, and the states to return to if the scaler skips a step; 1 without scaler.
 
     Gradients are exchanged before the scaler looks at them: a bad gradient of one rank arrives as NaN on all ranks, and
     all of them skip the step. They are exchanged unscaled, because residuals must not depend on the current scale.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, run: Run) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler | None, run: Run) -> None:
         self._scaler, self._run = scaler, run
-        # The scale during an exchange; None between two of them.
+        # The scale during an exchange; None between two of them, and without a scaler.
         self._scale: float | None = None
         # The states before the first exchange since the scaler's last step: several may be accumulated.
         self._before: Savepoint | None = None
@@ -30,26 +30,33 @@ class LossScale:
         # The scaler's names for our optimizers of which it has unscaled gradients in this step.
         self._unscaled: set[int] = set()
 
-    def begin(self) -> None:
+    @property
+    def has_scaler(self) -> bool:
+        """True if there is a scaler."""
+        return self._scaler is not None
+
+    def _begin(self) -> None:
         """Keep the scale and the states before the step, at the first gradient of an exchange."""
-        if self._scale is None:
+        if self._scaler is not None and self._scale is None:
             self._scale = self._scaler.get_scale()
             if self._before is None:
                 self._before = self._run.savepoint
 
     def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient divided by the scale."""
-        self.begin()
-        return gradient * (1.0 / (self._scale or 1.0))
+        self._begin()
+        return gradient * (1.0 / self._scale) if self._scale else gradient
 
     def unscale_(self, gradients: torch.Tensor) -> None:
         """Divide gradients by the scale, in place."""
-        self.begin()
-        gradients.mul_(1.0 / (self._scale or 1.0))
+        self._begin()
+        if self._scale:
+            gradients.mul_(1.0 / self._scale)
 
     def scale_(self, merged: torch.Tensor) -> None:
         """Multiply merged gradients by the scale, in place, because the scaler divides them."""
-        merged.mul_(self._scale or 1.0)
+        if self._scale:
+            merged.mul_(self._scale)
 
     def finish(self) -> None:
         """Forget the scale: all gradients are exchanged."""
@@ -63,29 +70,29 @@ class LossScale:
         """Forget the step under way, and make the scaler forget it: else it would not unscale the next gradients."""
         self._scale = self._before = None
         for optimizer in self._unscaled:
-            self._scaler._per_optimizer_states.pop(optimizer, None)
+            self._scaler._per_optimizer_states.pop(optimizer, None)  # type: ignore[union-attr]
         self._unscaled.clear()
 
-    def applied(self, optimizer: Any) -> None:
-        """Take note of a call of the optimizer's own step. A fused one skips the step itself, inside its kernel."""
-        found_inf = getattr(optimizer, "found_inf", None)
-        self._applied = found_inf is None or not bool(found_inf)
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        """Take note of a call of the optimizer's own step."""
+        self._applied = not is_skipped(optimizer)
 
     def attach(
         self,
         is_ours: Callable[[Any], bool],
         *,
         synchronize: Callable[[], None] = lambda: None,
-        exchanged: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+        exchanged: Callable[[], AbstractContextManager[Any]] = nullcontext,
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """Replace methods of the scaler, on this instance, so that it sees the exchanged gradients of optimizers.
 
         `is_ours` tells whether an optimizer applies these gradients, and `synchronize` completes their exchange. The
-        optimizer steps in the context `exchanged(optimizer)`, and `applied` must be called after its own step. `done`
-        is called at the end.
+        optimizer steps in the context `exchanged()`. `done` is called at the end.
         """
         scaler: Any = self._scaler
+        if scaler is None:
+            return
         unscale, scaler_step = scaler.unscale_, scaler.step
 
         def unscale_(which: torch.optim.Optimizer) -> None:
@@ -100,8 +107,12 @@ class LossScale:
             self._unscaled.add(id(which))
             synchronize()
             self._applied = False
-            with exchanged(which):
-                result = scaler_step(which, *args, **kwargs)
+            handle = which.register_step_post_hook(self._stepped)
+            try:
+                with exchanged():
+                    result = scaler_step(which, *args, **kwargs)
+            finally:
+                handle.remove()
             if not self._applied and self._before is not None:
                 self._run.put_back(self._before)
             self._before = None
@@ -129,18 +140,15 @@ class LossScale:
                 )
             return bool(both)
 
-        @contextmanager
-        def watched(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-            handle = optimizer.register_step_post_hook(lambda stepped, *_: self.applied(stepped))
-            try:
-                yield
-            finally:
-                handle.remove()
-
-        self.attach(is_ours, exchanged=watched)
+        self.attach(is_ours)
 
 
-def enabled(scaler: Any, parameters: Iterable[torch.Tensor], where: str) -> torch.amp.GradScaler | None:
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a fused optimizer skips the step that a GradScaler calls, which it does itself in its kernel."""
+    return bool(getattr(optimizer, "found_inf", None))
+
+
+def check_scaler(scaler: Any, parameters: Iterable[torch.Tensor], where: str) -> torch.amp.GradScaler | None:
     """Return the scaler if there is one, and it is enabled.
 
     Raises TypeError for something else, and ConfigError if loss scaling cannot work with these parameters.

@@ -1,42 +1,50 @@
-"""`ModelExchange`: the exchange of a model that PyTorch itself makes parallel."""
+"""`ModelExchange`: the exchange of a registered model, whose gradients are exchanged during its backward pass."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from grace.core.config.recommended import warn_of_pairs
+from grace.core.errors import StepError
+from grace.torch.describe import describe
 from grace.torch.exchange import Exchange
+from grace.torch.pending import PendingGradients
 from grace.torch.references import References
-from grace.torch.steps import describe, watch
 
 WHERE = "grace.torch.register"
 # The exchanges of registered models, not their parameters: PyTorch moves and converts no sharded parameter to which
 # there are weak references.
 _registered: weakref.WeakSet[ModelExchange] = weakref.WeakSet()
+# PyTorch calls it after each step of every optimizer of this process, once a model is registered.
+_hooked: list[Any] = []
 
 
-class ModelExchange(Exchange):
+class ModelExchange(Exchange, ABC):
     """The plan, the statistics and the state of a model's exchange, as `register` returns it."""
 
     called = "exchange"
     maker = WHERE
+    # Second gradients, if a step takes them.
+    _references: References | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._references: References | None = None
-        watch(self)
+        self.rollback.forget = self._forget_pass
         _registered.add(self)
+        if not _hooked:
+            _hooked.append(register_optimizer_step_post_hook(_stepped))
 
-    def take_references(self, alone: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Let `evaluate` compute second gradients; in `alone()`, backward passes leave gradients on this rank."""
-        self._references = References(self, {p: name for name, p in self._parameters.items()}, alone)
-        watch(self._references)
+    @abstractmethod
+    def _forget_pass(self) -> None:
+        """Forget the backward pass under way, which was dropped."""
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure that computes gradients, at earlier weights as well if a memory needs second gradients.
@@ -56,12 +64,8 @@ class ModelExchange(Exchange):
         finally:
             references.clear()
 
-    def reference(self, name: str) -> torch.Tensor | None:
-        """Return the second gradient of a parameter; None if the step takes none."""
-        return None if self._references is None else self._references.of(self._parameters[name])
-
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step of an optimizer. Warn in the first one if the two are known to be a poor pair."""
+        """Take note of a step of any optimizer. Warn in its first one if the two are known to be a poor pair."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
@@ -75,11 +79,88 @@ class ModelExchange(Exchange):
         """Return the parameters whose gradients it exchanges."""
         return [self._parameters[spec.name] for spec in self._specs]
 
-    def start_comparing(self) -> None:
-        """Start to compare the ranks. Warn in the first step of an unknown GradScaler."""
-        super().start_comparing()
+    def begin_step(self) -> None:
+        """Begin a step, at its first gradient. Warn in the first one of an unknown GradScaler."""
+        super().begin_step()
         if not self.scaler_sought and not self.all_dense:
             self.warn_of_scaler()
+        if not self.run.completed:
+            # Ranks at different stages of a schedule would start different collectives, and an error about these would
+            # come first.
+            self.comparisons.finish()
+
+    def end_step(self) -> None:
+        """End a step: the model has the gradients of all ranks."""
+        self.rollback.release()
+        self.loss_scale.finish()
+
+
+class ReplicatedExchange(ModelExchange):
+    """The exchange of a model of which each rank has all parameters, in DDP or not.
+
+    `trained` has the names of those that train.
+    """
+
+    _references: References
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.trained = {p: name for name, p in self._parameters.items() if p.requires_grad}
+        self._kinds = {p: (p.dtype, p.device) for p in self.trained}
+        self._pending = PendingGradients(self, self.trained)
+
+    def _watch(self, expected: Callable[[], bool], no_sync: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Watch the gradients and the optimizers of the model.
+
+        `expected()` tells whether a gradient now belongs to an exchange, and none does in `no_sync()`.
+        """
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            self._pending.paused = True
+            try:
+                with no_sync():
+                    yield
+            finally:
+                self._pending.paused = False
+
+        self._references = References(self, {p: name for name, p in self._parameters.items()}, aside)
+        self._pending.attach(expected)
+        self.loss_scale.attach_to(lambda: self.trained)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step of any optimizer, which may have applied gradients."""
+        super().stepped(optimizer)
+        self._pending.note_step(optimizer)
+        self._references.stepped(optimizer)
+
+    def _refuse_converted(self, parameters: Iterable[torch.Tensor], instead: str) -> None:
+        """Raise StepError if a parameter has another dtype or device than when the model was registered."""
+        for p in parameters:
+            kind = self._kinds[p]
+            if p.dtype is not kind[0] or p.device != kind[1]:
+                raise StepError(
+                    f"parameter '{self.trained[p]}' was {kind[0]} on {kind[1]} when the model was registered, and is "
+                    f"{p.dtype} on {p.device} now. {instead}"
+                )
+
+    def _start_finding_unused(self, used: Mapping[str, bool], device: Any = None) -> Callable[[], set[str]]:
+        """Start to find the gradients that no rank has; return a function that waits for their names.
+
+        `used` tells, in the same order on all ranks, which ones this rank has.
+        """
+        flags = torch.tensor(list(used.values()), dtype=torch.int32, device=device)
+        handle = self.transport.allreduce(flags, op="max", name=f"{self.prefix}/used parameters")
+        return lambda: {name for name, flag in zip(used, handle.wait().tolist(), strict=True) if not flag}
+
+    def _forget_earlier(self) -> None:
+        super()._forget_earlier()
+        self._pending.forget()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+    for exchange in list(_registered):
+        exchange.stepped(optimizer)
 
 
 def is_registered(parameters: Iterable[torch.Tensor]) -> bool:

@@ -18,15 +18,14 @@ from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError
 from grace.core.session.inner import InnerSteps
 from grace.core.session.outer_setup import refuse_arguments_of_gradients, refuse_parts
-from grace.core.session.start import REFUSED, Request, open_session, refuse_arguments
+from grace.core.session.start import REFUSED, Request, refuse_arguments
 from grace.torch.adapter import GradientAdapter, OptimizerAdapter, PlainMethods
+from grace.torch.describe import check_optimizer, describe
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import PLAIN, Library, Settings, connect
-from grace.torch.loss_scale import enabled
+from grace.torch.loss_scale import check_scaler
 from grace.torch.model import is_registered
 from grace.torch.outer import OuterAdapter, PlainOptimizer, shared_by
-from grace.torch.references import follows
-from grace.torch.steps import check_optimizer, describe
 from grace.torch.tensors import is_sharded, names_of, own_part, refuse_unfrozen, spec_of
 from grace.torch.views import GradientViews
 
@@ -109,23 +108,14 @@ def wrap(
     the ranks if they are sites of a model: it may be sharded within each of them, and they must take outer steps.
     """
     where = request.where
-    with open_session(
-        request,
-        library.transport,
-        world=library.world,
-        group=f"grace/{library.group}",
-        kind="",
-        # In elastic mode the handshake comes when states are synchronized: a new rank makes its optimizer while the
-        # others go on.
-        gather=(lambda mine: [mine]) if library.elastic else None,
-    ) as session:
+    with library.session(request, "") as session:
         refuse_arguments({name: x for name, x in refused.items() if x is not library.no_compression}, where)
         check_optimizer(optimizer, where)
         given = [p for group in optimizer.param_groups for p in group["params"]]
         if sites is None:
             refuse_parameters(given, where)
         average = library.averages(settings.op)
-        scaler = enabled(grad_scaler, given, where)
+        scaler = check_scaler(grad_scaler, given, where)
         made = session.config
         outer = made.outer is not None
         if sites is not None and not outer:
@@ -183,8 +173,6 @@ def wrap(
     # Outer steps exchange no gradients, which the exchange would unscale.
     exchange = Exchange(session, library, parameters, None if outer else scaler)
     exchange.optimizers.append(used)
-    exchange.takes_references = references
-    follows(exchange)
     plain = PlainMethods.of(optimizer)
     adapter: OptimizerAdapter
     if steps is not None:

@@ -11,7 +11,7 @@ import torch
 from grace.core.errors import ConfigError
 from grace.core.session.inner import InnerOptimizer, InnerSteps
 from grace.torch.adapter import OptimizerAdapter, give_own_class
-from grace.torch.steps import describe
+from grace.torch.describe import describe
 from grace.torch.tensors import is_sharded, own_part, spec_of
 
 

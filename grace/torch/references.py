@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from grace.core.errors import ConfigError
+from grace.core.session.outer_setup import follows_steps
 from grace.torch.exchange import Exchange
+from grace.torch.loss_scale import is_skipped
 
 
 class References:
@@ -41,9 +42,7 @@ class References:
         gradient = self._gradients[p]
         if gradient is None:
             return torch.zeros_like(p)
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        scale = self._exchange.loss_scale
-        return gradient if scale is None else scale.unscaled(gradient)
+        return self._exchange.loss_scale.unscaled(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def evaluate(self, closure: Callable[[], Any]) -> None:
         """Evaluate a closure at earlier weights, unless this is a full round; weights and gradients return.
@@ -53,7 +52,7 @@ class References:
         exchange, full = self._exchange, self._exchange.full_round
         now = {name: p.detach().clone() for p, name in self._names.items()}
         self._gradients = {} if full else self._at(exchange.earlier or now, now, closure)
-        self._kept = now if full or follows(exchange) else None
+        self._kept = now if full or follows_steps(exchange.plan.exchanged, exchange.maker) else None
 
     def _at(
         self, earlier: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], closure: Callable[[], Any]
@@ -63,8 +62,6 @@ class References:
         before = {p: p.grad for p in self._names}
         for p in self._names:
             p.grad = None
-        if self._exchange.applied is not None:
-            self._exchange.applied.paused = True
         try:
             self._put(earlier)
             with self._alone(), torch.random.fork_rng(sorted(devices)), torch.enable_grad():
@@ -74,8 +71,6 @@ class References:
             self._put(now)
             for p, gradient in before.items():
                 p.grad = gradient
-            if self._exchange.applied is not None:
-                self._exchange.applied.paused = False
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
         for p, name in self._names.items():
@@ -89,8 +84,7 @@ class References:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of an optimizer, of these parameters or of others."""
         ours = any(p in self._names for group in optimizer.param_groups for p in group["params"])
-        # A fused optimizer leaves out a step of a GradScaler itself.
-        if ours and not bool(getattr(optimizer, "found_inf", None)):
+        if ours and not is_skipped(optimizer):
             self.applied()
 
     def applied(self) -> None:
@@ -98,18 +92,3 @@ class References:
         if self._kept is not None:
             self._exchange.earlier = self._kept
         self._gradients, self._kept = {}, None
-
-
-def follows(exchange: Exchange) -> bool:
-    """Return whether second gradients are those at the weights of the step before.
-
-    Raises ConfigError if they are for some tensors only: a closure computes all of them at once.
-    """
-    found = {"previous" in item.memory.needs for item in exchange.plan.exchanged if "reference" in item.memory.needs}
-    if len(found) > 1:
-        raise ConfigError(
-            f"{exchange.maker}: some tensors need second gradients at the weights of the last step, and others at "
-            "those of the last full round, while a closure computes all at once; use one memory, and others only "
-            "without second gradients."
-        )
-    return found == {True}

@@ -13,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.config.config import Config
 from grace.core.errors import ConfigError
-from grace.core.session.start import Request, open_session
+from grace.core.session.start import Request
 from grace.torch.exchange import OPS, Exchange
-from grace.torch.loss_scale import enabled
-from grace.torch.model import WHERE, ModelExchange
+from grace.torch.loss_scale import check_scaler
+from grace.torch.model import WHERE
 from grace.torch.optimizer import refuse_parameters, wrap
-from grace.torch.references import follows
-from grace.torch.tensors import spec_of
+from grace.torch.tensors import parameters_of, spec_of
 
 
 def register(
@@ -57,9 +56,9 @@ def register(
     MismatchError on every rank if the ranks differ in configuration or parameters.
     """
     # Not every PyTorch has torch.distributed.
-    from grace.torch.distributed.ddp import GradientHook, check_model, parameters_of
+    from grace.torch.distributed.ddp import DDPExchange, check_model
     from grace.torch.distributed.library import TorchDistributed
-    from grace.torch.distributed.module import ModuleExchange, plain_parameters, refuse_registered
+    from grace.torch.distributed.module import ModuleExchange, refuse_registered
     from grace.torch.distributed.wrapped import take_hook
 
     request = Request(config, options, register, WHERE)
@@ -80,37 +79,28 @@ def register(
         return register_sharded(model, request, grad_scaler=grad_scaler)
     group = model.process_group if isinstance(model, DistributedDataParallel) else process_group
     library = TorchDistributed(group, request.timeout, WHERE)
-    with open_session(
-        request, library.transport, world=library.world, group=f"grace/{library.group}", kind="model"
-    ) as session:
+    with library.session(request, "model") as session:
         refuse_registered(model, WHERE)
-        wrapped = None
+        wrapped, parameters = None, parameters_of(model)
         if isinstance(model, DistributedDataParallel):
             check_model(model, WHERE)
             wrapped = take_hook(model, WHERE)
-            parameters = parameters_of(model)
         else:
-            parameters = plain_parameters(model)
             refuse_parameters(list(parameters.values()), WHERE)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        scaler = enabled(grad_scaler, trained.values(), WHERE)
+        scaler = check_scaler(grad_scaler, trained.values(), WHERE)
         dtypes = {} if wrapped is None else wrapped.dtypes
         specs = [spec_of(name, p, dtypes.get(p)) for name, p in trained.items()]
         session.local = {"model number": session.number, "grad_scaler": scaler is not None}
         # In the first step of a static graph, DDP would count the passes of no_sync() as well.
         references = not (isinstance(model, DistributedDataParallel) and model.static_graph)
         run = session.begin(specs, OPS, average=True, delegate=library.reduces, references=references, auto=True)
-    exchange: ModelExchange
+    exchange: DDPExchange | ModuleExchange
     if isinstance(model, DistributedDataParallel):
-        exchange = ModelExchange(session, library, parameters, scaler)
-        exchange.takes_references = references
-        follows(exchange)
-        GradientHook(model, parameters, exchange, wrapped).attach(model)
+        exchange = DDPExchange(session, library, parameters, scaler, wrapped)
     else:
         exchange = ModuleExchange(session, library, parameters, scaler)
-        exchange.takes_references = True
-        follows(exchange)
-        exchange.attach(model)
+    exchange.attach(model)
     exchange.announce(run.stages)
     return exchange
 

@@ -45,7 +45,7 @@ def _place(plan: Plan, name: str) -> tuple[int, int]:
     return plan.units.index(unit), offset
 
 
-def apart(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def writable(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the buffers that may be overwritten with results: contiguous, and without memory shared with others.
 
     Autograd may give one buffer, or views of it, to several parameters.

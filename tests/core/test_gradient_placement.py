@@ -248,12 +248,12 @@ def test_gradients_that_lie_end_to_end_are_not_copied():
 def test_buffers_that_overlap_are_not_written_to():
     import torch
 
-    from grace.torch.views import apart
+    from grace.torch.views import writable
 
     store = torch.zeros(100)
 
     def names(**buffers):
-        return set(apart(buffers))
+        return set(writable(buffers))
 
     assert names(a=store[:50], b=store[50:]) == {"a", "b"}
     assert names(a=store[:50], b=store[49:], c=torch.zeros(3)) == {"c"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from grace.core.communicators.pairs import Pairs
@@ -12,6 +12,7 @@ from grace.core.config.recommended import Optimizer
 from grace.core.errors import ConfigError
 from grace.core.methods.memory import keeps_nothing
 from grace.core.plan.plan import Modules
+from grace.core.plan.unit import Assignment
 from grace.core.spec import TensorSpec
 
 #: The tensor that brings the mean loss of all ranks.
@@ -205,6 +206,21 @@ def check_references(config: Config, where: str, possible: bool) -> None:
             f"{where}: {needing[0]} needs a second gradient of the same batch at other weights, and no step here takes "
             "one; use another memory. docs/communicators_and_memories.md lists what takes second gradients."
         )
+
+
+def follows_steps(items: Iterable[Assignment], where: str) -> bool:
+    """Return whether second gradients are those at the weights of the step before, not of the last full round.
+
+    Raises ConfigError if they are for some tensors only: a closure computes all of them at once.
+    """
+    found = {"previous" in item.memory.needs for item in items if "reference" in item.memory.needs}
+    if len(found) > 1:
+        raise ConfigError(
+            f"{where}: some tensors need second gradients at the weights of the last step, and others at "
+            "those of the last full round, while a closure computes all at once; use one memory, and others only "
+            "without second gradients."
+        )
+    return found == {True}
 
 
 def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -> dict[str, Any]:

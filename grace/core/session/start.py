@@ -95,6 +95,8 @@ class Session(Handshake):
         self.world = world
         #: What `Exchange` is made with, as soon as it has begun.
         self.arguments: dict[str, Any] = {}
+        #: True if a step takes second gradients.
+        self.takes_references = False
 
     def __enter__(self) -> Session:
         return self
@@ -123,7 +125,7 @@ class Session(Handshake):
         second gradients, and `auto` that the run can choose its compressor. Raises ConfigError if they are not, and the
         configuration needs them.
         """
-        config, transport = self.config, self.transport
+        config, transport, self.takes_references = self.config, self.transport, references
         if outer:
             check_outer(config, self._where, average=average, size=transport.size)
             specs = with_added(config, specs)

@@ -1,4 +1,4 @@
-"""`GradientHook`: the communication hook of a `DistributedDataParallel` model."""
+"""`DDPExchange`: the exchange of a `DistributedDataParallel` model, by its communication hook."""
 
 from __future__ import annotations
 
@@ -14,26 +14,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
-from grace.core.errors import ConfigError, StepError, WaitError
+from grace.core.errors import ConfigError, WaitError
 from grace.core.guards.waiting import wait_until
-from grace.core.transport.transport import Handle, Transport
-from grace.torch.applied import Applied
-from grace.torch.distributed.wrapped import Taken, WrappedHook, split
-from grace.torch.model import ModelExchange
-from grace.torch.tensors import refuse_unfrozen
+from grace.core.transport.transport import Transport
+from grace.torch.distributed.wrapped import CapturedAllreduce, WrappedHook, split
+from grace.torch.model import ReplicatedExchange
+from grace.torch.tensors import parameters_of, refuse_sparse, refuse_unfrozen, weak_hook
 
 # The models that have a hook of grace.
 _registered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
-def parameters_of(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that DDP does not ignore, by their names in the plain model."""
-    return {
-        # torch.compile() adds this to names.
-        name.replace("_orig_mod.", ""): p
-        for name, p in model.module.named_parameters()
-        if name not in model.parameters_to_ignore
-    }
 
 
 def check_model(model: DistributedDataParallel, where: str) -> None:
@@ -64,22 +53,22 @@ class _Bucket:
     """A bucket of DDP that waits for merged gradients."""
 
     buffer: torch.Tensor
-    # Completed with the buffer, or with the tensors of the allreduce that was taken.
+    # Completed with the buffer, or with the tensors of the allreduce that was captured.
     future: torch.futures.Future[Any]
     # The names of the tensors that are not merged yet.
     missing: set[str]
     # The reductions of what stays dense: a tensor, or the whole bucket under the name of its first one.
     reductions: dict[str, dist.Work]
     # The allreduce of another hook that is exchanged in place of the buffer.
-    taken: Taken | None = None
+    captured: CapturedAllreduce | None = None
 
     def complete(self) -> None:
         """Complete the future with what is there now."""
-        self.future.set_result(self.buffer if self.taken is None else self.taken.tensors)
+        self.future.set_result(self.buffer if self.captured is None else self.captured.tensors)
 
 
-class GradientHook:
-    """The communication hook of a DDP model, which passes gradients to the run of an exchange.
+class DDPExchange(ReplicatedExchange):
+    """The exchange of a model in DDP, by a communication hook.
 
     DDP calls it with each bucket of gradients during the backward pass. It compresses them and starts their exchange,
     without waiting for other ranks. Only comparisons of the ranks must end in time: in the first step at once, later
@@ -87,89 +76,58 @@ class GradientHook:
     run completes its own buckets. DDP makes new buckets after the first step, so everything goes by the names of
     parameters.
 
-    `parameters` are those of `parameters_of`. DDP passes no gradient of a parameter that was frozen when it was made.
+    The parameters are those of `parameters_of`. DDP passes no gradient of one that was frozen when DDP was made.
     `wrapped` is a hook that the model had before. It decides what is exchanged of each bucket, and what DDP gets.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        parameters: Mapping[str, torch.nn.Parameter],
-        exchange: ModelExchange,
-        wrapped: WrappedHook | None,
-    ) -> None:
-        # Not the model, which owns this object in C++: Python would never free the two.
-        self._group, self._exchange, self._wrapped = model.process_group, exchange, wrapped
-        self._parameters = parameters
+    # The model owns this object in C++, so that Python would never free the two if this one owned the model.
+    def __init__(self, session: Any, library: Any, parameters: Any, scaler: Any, wrapped: WrappedHook | None) -> None:
+        super().__init__(session, library, parameters, scaler)
+        self._wrapped = wrapped
         self._names = {p: name for name, p in parameters.items()}
-        self._kinds = {p: (p.dtype, p.device) for p in parameters.values() if p.requires_grad}
-        self._run, self._rollback = exchange.run, exchange.rollback
-        # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass. Each of
-        # them then has the index 0, and none is the last one.
-        self._delayed = model.static_graph
-        self._finds_unused = model.find_unused_parameters and not model.static_graph
-        # How many gradients DDP passes in a step, and the parameters of those that it has passed in this one.
-        self._count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
+        # The parameters of the gradients that DDP has passed in this step.
         self._passed: set[torch.Tensor] = set()
-        # The buckets and the gradients that the run exchanges in this step.
+        # The buckets of this step.
         self._buckets: list[_Bucket] = []
-        self._gradients: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
-        self._trained = {p: name for p, name in self._names.items() if p.requires_grad}
-        exchange.applied = self._applied = Applied(exchange, self._trained)
         # If parameters may be unused, the names of those with a gradient. DDP passes zeros for the others.
         self._used: set[str] | None = None
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Register the hook with the model."""
-        exchange = self._exchange
+        self._group = model.process_group
+        # True until the first step of a static graph, whose buckets DDP passes at the end of the backward pass. Each of
+        # them then has the index 0, and none is the last one.
+        self._delayed = model.static_graph
+        self._finds_unused = model.find_unused_parameters and not model.static_graph
+        # How many gradients DDP passes in a step.
+        self._count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
         if model.find_unused_parameters or model.static_graph:
             self._used = used = set()
-            for p, name in self._trained.items():
+            for p, name in self.trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
                 p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))  # type: ignore[misc]
-        self._watch_kinds()
-        if exchange.loss_scale is not None:
-            exchange.loss_scale.attach_to(lambda: self._trained)
-        exchange.rollback.forget = self._forget
+        # DDP calls no hook for a parameter that was converted or moved, but PyTorch keeps the hooks of the parameter.
+        # One parameter is enough to check all.
+        for p in itertools.islice(self.trained, 1):
+            p.register_hook(unserializable_hook(weak_hook(self._check_unchanged)))  # type: ignore[no-untyped-call]
         alive = weakref.ref(model)
-        exchange.take_references(lambda: alive().no_sync())
         # False after a forward pass in no_sync(), whose gradients stay on this rank.
-        self._applied.attach(lambda: bool(getattr(alive(), "require_forward_param_sync", False)))
+        self._watch(lambda: bool(getattr(alive(), "require_forward_param_sync", False)), lambda: alive().no_sync())
         # DDP would refuse the annotations of a method, because they are strings.
-        model.register_comm_hook(None, lambda _, bucket: self.start(bucket))
+        model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.
         model._comm_hooks.pop()
         _registered.add(model)
 
-    def _watch_kinds(self) -> None:
-        """Check dtypes and devices in each backward pass.
+    def _check_unchanged(self, _: torch.Tensor) -> None:
+        self._refuse_converted(
+            self.trained,
+            "DistributedDataParallel passes no gradient of it any more, so the ranks would train apart. Convert or "
+            "move the plain model, then wrap it again and register it.",
+        )
 
-        DDP calls no hook for a parameter that was converted or moved, but PyTorch keeps the hooks of the parameter.
-        """
-        # It lives as long as its parameter, which must not keep this object.
-        alive = weakref.ref(self)
-
-        def check(_: torch.Tensor) -> None:
-            hook = alive()
-            if hook is not None:
-                hook._check_unchanged()
-
-        # One parameter is enough to check all.
-        for p in itertools.islice(self._kinds, 1):
-            p.register_hook(unserializable_hook(check))  # type: ignore[no-untyped-call]
-
-    def _check_unchanged(self) -> None:
-        """Raise StepError if a parameter has another dtype or device than when the model was registered."""
-        for p, kind in self._kinds.items():
-            if p.dtype is not kind[0] or p.device != kind[1]:
-                raise StepError(
-                    f"parameter '{self._names[p]}' was {kind[0]} on {kind[1]} when the model was registered, and is "
-                    f"{p.dtype} on {p.device} now. DistributedDataParallel passes no gradient of it any more, so the "
-                    "ranks would train apart. Convert or move the plain model, then wrap it again and register it."
-                )
-
-    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket; return the future of its buffer, which then has the merged gradients."""
         # DDP's join() calls the hook outside of a backward pass, with zeros, for a rank without further data.
         joined = torch._C._current_graph_task_id() == -1
@@ -179,9 +137,9 @@ class GradientHook:
         parameters, begins = bucket.parameters(), not self._passed
         self._passed.update(parameters)
         try:
-            with self._rollback.attempt(), torch.no_grad():
+            with self.rollback.attempt(), torch.no_grad():
                 if begins:
-                    self._begin()
+                    self.begin_step()
                 future = self._start(bucket, parameters)
         except Exception as error:
             # It is raised at the end, because DDP must come to its own end before it can begin another step.
@@ -195,34 +153,23 @@ class GradientHook:
                 call_after_backward(self._end)
         return _completed(bucket.buffer()) if future is None else future
 
-    def _begin(self) -> None:
-        self._rollback.keep()
-        self._exchange.start_comparing()
-        if not self._run.completed:
-            # Ranks at different stages of a schedule would start different collectives, and an error about these would
-            # come first.
-            self._exchange.comparisons.finish()
-
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         names = [self._names[p] for p in parameters]  # type: ignore[index]
-        buffer, ours = bucket.buffer(), self._run.plan.assignment_of.keys() & names
-        if self._exchange.advisor is not None and not buffer.is_sparse:
+        buffer, ours = bucket.buffer(), self.run.plan.assignment_of.keys() & names
+        if self.advisor is not None and not buffer.is_sparse:
             for name, view in zip(names, split(buffer, parameters), strict=True):
-                self._exchange.note_gradient(name, view)
-        if ours and buffer.is_sparse:
-            raise StepError(
-                f"tensor '{names[0]}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor "
-                f"from compression by a rule, for example rules=[{{'match': '{names[0]}', 'compressor': 'none'}}]."
-            )
+                self.note_gradient(name, view)
+        if ours:
+            refuse_sparse(names[0], buffer)
         if self._wrapped is not None and not ours:
             # Its collectives check as little as those of `_reduce`.
-            self._exchange.comparisons.finish()
+            self.comparisons.finish()
             return self._wrapped.pass_on(bucket)
         if self._wrapped is not None:
             # DDP gets the future of what the hook makes of the result.
-            future, taken = self._wrapped.start(bucket)
-            mine = _Bucket(taken.tensors[0], taken.future, ours, {}, taken)
-            views = dict(zip(names, taken.gradients, strict=True))
+            future, captured = self._wrapped.start(bucket)
+            mine = _Bucket(captured.tensors[0], captured.future, ours, {}, captured)
+            views = dict(zip(names, captured.gradients, strict=True))
         else:
             future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
             mine = _Bucket(buffer, future, ours, {})
@@ -237,8 +184,8 @@ class GradientHook:
     def _reduce(self, x: torch.Tensor) -> dist.Work:
         """Start the mean of a tensor that stays dense, computed as DDP computes it."""
         # DDP's group does not check whether all ranks start the same, and cannot drop what they have started.
-        self._exchange.comparisons.finish()
-        size = self._run.transport.size
+        self.comparisons.finish()
+        size = self.transport.size
         if x.is_sparse:
             x.div_(size)
         else:
@@ -248,16 +195,14 @@ class GradientHook:
         return work
 
     def _hand_over(self, name: str, gradient: torch.Tensor) -> None:
-        if self._exchange.loss_scale is not None:
-            self._exchange.loss_scale.unscale_(gradient)
+        self.loss_scale.unscale_(gradient)
         self._gradients[name] = gradient
+        reference = self._references.of(self._parameters[name])
+        if reference is not None:
+            # A hook that the model had before may have changed the dtype.
+            reference = reference.to(gradient.dtype)
         unused = self._used is not None and name not in self._used
-        self._run.current.ready(name, gradient, reference=self._reference(name, gradient), unused=unused)
-
-    def _reference(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        found = self._exchange.reference(name)
-        # A hook that the model had before may have changed the dtype.
-        return None if found is None else found.to(gradient.dtype)
+        self.run.current.ready(name, gradient, reference=reference, unused=unused)
 
     def _end(self) -> None:
         """Complete the step. An error is raised after DDP's own end, if this is a backward pass and DDP comes there."""
@@ -267,8 +212,8 @@ class GradientHook:
         self._delayed = False
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
-            call_after_backward(self._applied.finished)
-            call_after_backward(self._exchange.step_ends)
+            call_after_backward(self._pending.note_places)
+            call_after_backward(self.step_ends)
         if self._failure is not None and in_backward and not (waits and isinstance(self._failure, WaitError)):
             call_after_backward(self._raise_failure)
         else:
@@ -283,7 +228,7 @@ class GradientHook:
         """Complete the exchange, bucket by bucket; with an error, leave gradients as they are."""
         try:
             if self._failure is None:
-                with self._rollback.attempt(), torch.no_grad():
+                with self.rollback.attempt(), torch.no_grad():
                     self._finish()
         except Exception as error:
             self._failure = error
@@ -298,29 +243,21 @@ class GradientHook:
             "the model was wrapped in DistributedDataParallel",
             "Wrap the plain model again after you unfreeze parameters, and register it.",
         )
-        self._exchange.comparisons.finish()
-        used = self._start_comparing_used()
+        self.comparisons.finish()
+        find_unused: Callable[[], set[str]] = set
+        if self._used is not None and self._gradients:
+            used = {name: name in self._used for name in sorted(self._gradients)}
+            find_unused = self._start_finding_unused(used, next(iter(self._gradients.values())).device)
         into = {name: x for name, x in self._gradients.items() if x.is_contiguous()}
-        for merged in self._run.current.complete(into):
+        for merged in self.run.current.complete(into):
             self._take(merged)
         self._complete_buckets()
         # DDP drops the result of what no rank has used. It must not be missing in the residuals.
-        rows = zip(sorted(self._gradients), used.wait().tolist(), strict=True) if used else ()
-        unused = {name for name, is_used in rows if not is_used}
+        unused = find_unused()
         # It counts the step, also if DDP reduced all tensors.
-        self._run.finish(unused=unused)
-        self._applied.exchanged(self._parameters[name] for name in self._gradients if name not in unused)
-        self._rollback.release()
-        if self._exchange.loss_scale is not None:
-            self._exchange.loss_scale.finish()
-
-    def _start_comparing_used(self) -> Handle | None:
-        """Start to find the gradients that no rank has, if there may be any: 0 for each of these, else 1."""
-        if self._used is None or not self._gradients:
-            return None
-        device = next(iter(self._gradients.values())).device
-        used = torch.tensor([name in self._used for name in sorted(self._gradients)], dtype=torch.int32, device=device)
-        return self._run.transport.allreduce(used, op="max", name=f"{self._exchange.prefix}/used parameters")
+        self.run.finish(unused=unused)
+        self._pending.add(self._parameters[name] for name in self._gradients if name not in unused)
+        self.end_step()
 
     def _take(self, merged: Mapping[str, torch.Tensor]) -> None:
         """Put merged gradients in their places, and complete the buckets of DDP that are whole."""
@@ -328,23 +265,22 @@ class GradientHook:
             gradient = self._gradients[name]
             if x.data_ptr() != gradient.data_ptr():
                 gradient.copy_(x)
-            if self._exchange.loss_scale is not None:
-                self._exchange.loss_scale.scale_(gradient)
+            self.loss_scale.scale_(gradient)
         for bucket in self._buckets:
             bucket.missing -= merged.keys()
         self._complete_buckets()
 
     def _dense(self, name: str) -> str:
-        return f"step {int(self._run.step)}, the gradient of '{name}', which stays dense"
+        return f"step {int(self.run.step)}, the gradient of '{name}', which stays dense"
 
     def _complete_buckets(self) -> None:
         for bucket in self._buckets:
             if not bucket.missing and not bucket.future.done():
                 for name, work in bucket.reductions.items():
-                    wait_for(work, bucket.buffer, self._run.transport, functools.partial(self._dense, name))
-                if bucket.taken is not None and bucket.taken.summed:
-                    for x in bucket.taken.tensors:
-                        x.mul_(self._run.transport.size)
+                    wait_for(work, bucket.buffer, self.transport, functools.partial(self._dense, name))
+                if bucket.captured is not None and bucket.captured.summed:
+                    for x in bucket.captured.tensors:
+                        x.mul_(self.transport.size)
                 bucket.complete()
 
     def _clear(self) -> None:
@@ -353,12 +289,9 @@ class GradientHook:
         if self._used is not None:
             self._used.clear()
 
-    def _forget(self) -> None:
-        """Forget the step under way, which was dropped."""
+    def _forget_pass(self) -> None:
         self._clear()
         self._failure = None
-        if self._exchange.loss_scale is not None:
-            self._exchange.loss_scale.forget()
 
 
 def _completed(x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

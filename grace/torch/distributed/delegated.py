@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grace.core.state.run import Run
 from grace.core.transport.transport import Handle
+from grace.torch import library
 from grace.torch.distributed.transport import ProcessGroupTransport
+from grace.torch.tensors import Rows
+
+if TYPE_CHECKING:
+    from grace.torch.distributed.library import TorchDistributed
 
 
 class _Bucket:
@@ -54,28 +59,24 @@ class _Bucket:
         return self.total
 
 
-class Delegated:
+class Delegated(library.Delegated):
     """The exchange of dense gradients, in the order of the plan.
 
-    Neighbours share an allreduce of at most `bucket_bytes`. They have a transport of their own, because their order
-    among the buckets differs between ranks. `connect(what)` makes it. All ranks must create this object, and call
-    `forget`, at the same time.
+    Neighbours share an allreduce of at most `bucket_bytes`. They have a transport of their own. All ranks must create
+    this object, and call `forget`, at the same time.
     """
 
     def __init__(
         self,
-        connect: Callable[[str], ProcessGroupTransport],
+        over: TorchDistributed,
         run: Run,
         names: Mapping[torch.nn.Parameter, str],
-        *,
-        average: bool,
-        predivide: float,
-        sparse_as_dense: bool,
-        bucket_bytes: int,
+        settings: library.Settings = library.PLAIN,
+        bucket_bytes: int = 0,
     ) -> None:
-        self._connect, self._run, self._names = connect, run, names
-        self._average, self._predivide, self._sparse_as_dense = average, predivide, sparse_as_dense
-        self._bucket_bytes = bucket_bytes
+        self._library, self._run, self._names = over, run, names
+        self._average, self._predivide = over.averages(settings.op), settings.gradient_predivide_factor
+        self._sparse_as_dense, self._bucket_bytes = settings.sparse_as_dense, bucket_bytes
         self._transport = self._open_early()
         # By tensor, the gradients that wait for their turn, and what waits for the results of the others.
         self._arrived: dict[str, torch.Tensor] = {}
@@ -87,10 +88,8 @@ class Delegated:
         self._free: list[torch.Tensor] = []
 
     def _open(self, what: str) -> ProcessGroupTransport:
-        transport = self._connect(what)
+        transport = self._library.connect_dense(what)
         transport.explain = self._explain
-        assert isinstance(self._run.transport, ProcessGroupTransport)
-        transport.join_waits(self._run.transport)
         return transport
 
     def _open_early(self) -> ProcessGroupTransport | None:
@@ -100,9 +99,6 @@ class Delegated:
 
     def _explain(self, name: str) -> str:
         return f"step {self._run.step}, the gradient of '{name}'"
-
-    def agree_on_sparse(self) -> None:
-        """Do nothing: the transport finds collectives that differ."""
 
     def forget(self) -> None:
         """Forget what was started in a step that was dropped, and connect to the other ranks again."""
@@ -155,8 +151,12 @@ class Delegated:
         self._transport = transport = self._transport or self._open(self._explain(name))
         if gradient.is_sparse:
             self._send()
-            rows = _begin_rows(transport, name, gradient, transport.size if self._average else 1)
-            return lambda _: rows()
+
+            def gather(part: torch.Tensor, kind: str) -> Handle:
+                return transport.allgather(part, name=f"{name}.{kind}")
+
+            rows = Rows(gradient, transport.size if self._average else 1, gather)
+            return lambda _: rows.wait()
         x = _real(gradient.detach()).contiguous().view(-1)
         if self._filling is not None and not self._filling.room(x):
             self._send()
@@ -168,7 +168,7 @@ class Delegated:
             bucket.buffer[place] /= self._predivide
         if bucket.used == len(bucket.buffer):
             self._send()
-        return lambda out: self._taken(bucket, place, gradient, out)
+        return lambda out: self._fetch(bucket, place, gradient, out)
 
     def _buffer(self, x: torch.Tensor) -> torch.Tensor:
         """Return a buffer for a bucket that begins with a flat tensor."""
@@ -179,7 +179,7 @@ class Delegated:
                 return self._free.pop(i)
         return torch.empty(length, dtype=x.dtype, device=x.device)
 
-    def _taken(self, bucket: _Bucket, place: slice, gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def _fetch(self, bucket: _Bucket, place: slice, gradient: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Return the result of a gradient in a bucket, which is free when all were written elsewhere."""
         if bucket is self._filling:
             self._send()
@@ -203,22 +203,3 @@ class Delegated:
 
 def _real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
-
-
-def _begin_rows(
-    transport: ProcessGroupTransport, name: str, gradient: torch.Tensor, divisor: int
-) -> Callable[[], torch.Tensor]:
-    indices, values = gradient._indices(), gradient._values()
-    parts = {"indices": indices.t().reshape(-1), "values": values.reshape(-1)}
-    handles: dict[str, Handle] = {
-        kind: transport.allgather(part, name=f"{name}.{kind}") for kind, part in parts.items()
-    }
-
-    def wait() -> torch.Tensor:
-        of_all: dict[str, Any] = {kind: handle.wait() for kind, handle in handles.items()}
-        rows = of_all["indices"].view(-1, len(indices)).t()
-        summed = of_all["values"].view(-1, *values.shape[1:]) / divisor
-        # Otherwise PyTorch warns that it leaves out its checks.
-        return torch.sparse_coo_tensor(rows, summed, gradient.shape, check_invariants=False)
-
-    return wait

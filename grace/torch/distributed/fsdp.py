@@ -27,16 +27,18 @@ from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import agree, formats
 from grace.core.plan.plan import Modules, Plan
-from grace.core.session.start import Request, Session, describe, open_session
+from grace.core.session.start import Request, Session, describe
 from grace.core.spec import Ranks, TensorSpec
 from grace.core.state.checks import check_mapping
 from grace.core.state.run import Run
 from grace.core.step.step import Step
 from grace.torch.distributed.ddp import call_after_backward, wait_for
 from grace.torch.distributed.library import TorchDistributed
+from grace.torch.distributed.transport import ProcessGroupTransport
 from grace.torch.exchange import OPS
-from grace.torch.loss_scale import enabled
+from grace.torch.loss_scale import check_scaler
 from grace.torch.model import ModelExchange
+from grace.torch.tensors import parameters_of
 
 
 class _Tensor(NamedTuple):
@@ -96,12 +98,6 @@ class _Group:
         return TensorSpec(tensor.name, tuple(shape), str(dtype).removeprefix("torch."), str(self.params.device))
 
 
-class _Replicas(TorchDistributed):
-    """The ranks that hold the same parts of a model."""
-
-    advice = "Give all replicas the same weights before you train, for example by the same seed or checkpoint."
-
-
 class ShardedExchange(ModelExchange):
     """The exchange of a model that FSDP2 has sharded. `modules` holds the module of each tensor."""
 
@@ -111,19 +107,18 @@ class ShardedExchange(ModelExchange):
         session: Session,
         library: TorchDistributed,
         scaler: torch.amp.GradScaler | None,
-        *,
+        groups: Sequence[_Group],
         modules: Modules,
-        tensors: Mapping[str, _Tensor],
-        part: tuple[int, int] | None,
-        groups: Sequence[Any],
-        parts: Any,
     ) -> None:
-        # `groups` are FSDP's, one per module; `parts` has the ranks of the other parts of this replica.
-        self._groups = groups
-        self._model, self._modules, self._tensors, self.part, self._parts = model, modules, tensors, part, parts
+        self._model, self._groups, self._modules = model, groups, modules
+        self._tensors = {tensor.name: tensor for group in groups for tensor in group.tensors}
+        mesh = groups[0].params.mesh_info
+        self._replicated = isinstance(mesh, HSDPMeshInfo)
+        if self._replicated:
+            self.part = mesh.shard_mesh_rank, mesh.shard_mesh_size
+        self._within_replica = mesh.shard_process_group
         super().__init__(session, library, {}, scaler)
         self._begun = False
-        self.rollback.forget = self._forget_pass
 
     def exchanged(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges, as they are sharded now."""
@@ -136,9 +131,8 @@ class ShardedExchange(ModelExchange):
             if not self._begun:
                 self._begun = True
                 call_after_backward(self._end)
-                self.start_comparing()
+                self.begin_step()
                 self.comparisons.finish()
-                self.rollback.keep()
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,14 +163,10 @@ class ShardedExchange(ModelExchange):
     def _end(self) -> None:
         self._begun = False
         self.step_ends()
-        self.rollback.release()
-        if self.loss_scale is not None:
-            self.loss_scale.finish()
+        self.end_step()
 
     def _forget_pass(self) -> None:
         self._begun = False
-        if self.loss_scale is not None:
-            self.loss_scale.forget()
         # FSDP was interrupted in the middle of a backward pass. Afterwards the model has its sharded parameters again.
         self._model.reset_iter_state()  # type: ignore[operator]
         self._model.zero_grad()
@@ -187,19 +177,18 @@ class ShardedExchange(ModelExchange):
                 tensor.sharded._unsharded_param.grad = None
 
     def everyone(self, mine: Any, purpose: str, what: str) -> list[Any]:
-        found = super().everyone(mine, purpose, what)
-        if self._parts is None:
-            return found
-        rows: list[Any] = [None] * dist.get_world_size(self._parts)
-        dist.all_gather_object(rows, found, self._parts)
-        return [other for row in rows for other in row]
+        rows = super().everyone(mine, purpose, what)
+        if not self._replicated:
+            return rows
+        # The prefix names the ranks of one part.
+        return _of_all_parts(self._within_replica, rows, self.config.timeout, f"grace/sharded/{purpose}", what)
 
     def gathers(self) -> list[tuple[int, int]]:
         found = []
-        for params in self._groups if self._parts is None else []:
-            sizes = (p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in params.fsdp_params)
+        for group in [] if self._replicated else self._groups:
+            sizes = (p._orig_size.numel() * (p.param_dtype or p.orig_dtype).itemsize for p in group.params.fsdp_params)
             # Parameters that are sharded again after the forward pass are gathered for the backward pass as well.
-            found.append((sum(sizes), 1 + (params.post_forward_mesh_info is not None)))
+            found.append((sum(sizes), 1 + (group.params.post_forward_mesh_info is not None)))
         return found
 
     def _plan_of(self, config: Config) -> Plan:
@@ -210,15 +199,14 @@ class ShardedExchange(ModelExchange):
         return [Ranks(size)]
 
     def _modules_for(self, ranks: Ranks) -> Modules:
-        if self._modules.communicator is None or ranks == self.ranks:
+        if self._replicated or ranks == self.ranks:
             return self._modules
         chunks = tuple((name, tensor.chunk_on(ranks.size)) for name, tensor in self._tensors.items())
         return self._modules._replace(communicator=ReduceScatter(chunks))
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         # Without replicas, every rank has other parts.
-        replicated = self._modules.communicator is None
-        return {name: tensor.local for name, tensor in self._tensors.items() if replicated}
+        return {name: tensor.local for name, tensor in self._tensors.items() if self._replicated}
 
 
 class _Reduction:
@@ -290,15 +278,14 @@ class _Reduction:
         Raises StepError if they are of another one, because the model was converted.
         """
         scale = self._exchange.loss_scale
-        wide = x.float() if scale is not None and x.dtype == torch.float16 else x
+        wide = x.float() if scale.has_scaler and x.dtype == torch.float16 else x
         expected, received = self._step.plan.exchanged[0].spec.dtype, str(wide.dtype).removeprefix("torch.")
         if received != expected:
             raise StepError(
                 f"module '{self._group.name}': expected gradients of {expected}, received {received}: the model was "
                 "converted after it was registered. Convert it first, then shard it and call grace.torch.register()."
             )
-        if scale is not None:
-            scale.unscale_(wide)
+        scale.unscale_(wide)
         return wide
 
     def _exchange_rows(
@@ -321,8 +308,7 @@ class _Reduction:
             parts = [row[start : start + tensor.part(i)] for i, row in rows.items() if tensor.part(i)]
             self._step.ready_in_parts(tensor.name, parts)
         self._finish(into, factor)
-        if self._exchange.loss_scale is not None:
-            self._exchange.loss_scale.scale_(merged)
+        self._exchange.loss_scale.scale_(merged)
         if merged is not output:
             output.copy_(merged)
 
@@ -402,26 +388,21 @@ def register_sharded(
     mesh = groups[0].params.mesh_info
     replicated = isinstance(mesh, HSDPMeshInfo)
     process_group = mesh.replicate_process_group if replicated else mesh.shard_process_group
-    library = (_Replicas if replicated else TorchDistributed)(process_group, request.timeout)
+    library = TorchDistributed(process_group, request.timeout)
+    # Without replicas, no two ranks hold the same weights.
+    library.advice = "Give all replicas the same weights before you train, for example by the same seed or checkpoint."
     transport = library.transport
-    # Ranks of different parts compare only here.
-    of_parts = TorchDistributed(mesh.shard_process_group, request.timeout).transport if replicated else None
 
     def gather(mine: Any) -> list[Any]:
         # All models use the same name. So ranks with different numbers of models still compare.
-        everyone = transport.gather_objects(mine, "grace/sharded/agree", f"{where}()")
-        if of_parts is None:
-            return everyone
-        return [
-            other for row in of_parts.gather_objects(everyone, "grace/sharded/agree", f"{where}()") for other in row
-        ]
+        name, what = "grace/sharded/agree", f"{where}()"
+        rows = transport.gather_objects(mine, name, what)
+        return _of_all_parts(mesh.shard_process_group, rows, request.timeout, name, what) if replicated else rows
 
-    with open_session(
-        request, transport, world=library.world, group=f"grace/{library.group}", kind="sharded", gather=gather
-    ) as session:
+    with library.session(request, "sharded", gather) as session:
         made = session.config
         _check_groups(groups, where)
-        scaler = enabled(grad_scaler, [t.local for group in groups for t in group.tensors], where)
+        scaler = check_scaler(grad_scaler, [t.local for group in groups for t in group.tensors], where)
         scaled = scaler is not None
         tensors = {tensor.name: tensor for group in groups for tensor in group.tensors}
         every = [(group, tensor) for group in groups for tensor in group.tensors]
@@ -441,8 +422,6 @@ def register_sharded(
             "modules": dict(modules.of),
             **describe(made, whole, [], OPS),
         }
-    if of_parts is not None:
-        of_parts.close()
     # The ranks of other parts may have other units.
     agree(
         formats([plan for _, plan in run.stages], OPS),
@@ -450,19 +429,8 @@ def register_sharded(
         lambda mine: transport.gather_objects(mine, f"{session.prefix}/formats", f"{where}()"),
         where,
     )
-    exchange = ShardedExchange(
-        cast(torch.nn.Module, model),
-        session,
-        library,
-        scaler,
-        modules=modules,
-        tensors=tensors,
-        part=(mesh.shard_mesh_rank, mesh.shard_mesh_size) if isinstance(mesh, HSDPMeshInfo) else None,
-        groups=[group.params for group in groups],
-        parts=mesh.shard_process_group if replicated else None,
-    )
-    if exchange.loss_scale is not None:
-        exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})
+    exchange = ShardedExchange(cast(torch.nn.Module, model), session, library, scaler, groups, modules)
+    exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})
     model.set_reduce_scatter_unused_params(True)
     for group in groups:
         kind = ReplicaSum if replicated else GradientScatter
@@ -474,6 +442,16 @@ def register_sharded(
             group.module.set_custom_reduce_scatter(reduction)
     exchange.announce(run.stages)
     return exchange
+
+
+def _of_all_parts(parts: Any, rows: list[Any], timeout: float, name: str, what: str) -> list[Any]:
+    """Return the values of all ranks, from the `rows` of the ranks with this part, over the process group `parts`."""
+    # Ranks of different parts exchange nothing else, so they connect for this only.
+    transport = ProcessGroupTransport(parts, timeout=timeout, lanes=1, what=what)
+    try:
+        return [value for row in transport.gather_objects(rows, name, what) for value in row]
+    finally:
+        transport.close()
 
 
 def _in_words(part: Any) -> str:
@@ -488,7 +466,7 @@ def _groups(model: FSDPModule, where: str) -> list[_Group]:
             f"{where}: FSDP2 models need PyTorch 2.13 or newer, received {torch.__version__}; update PyTorch."
         )
     root = cast(torch.nn.Module, model)
-    names = {p: name.replace("_orig_mod.", "") for name, p in root.named_parameters()}
+    names = {p: name for name, p in parameters_of(root).items()}
     found: dict[Any, _Group] = {}
     for module_name, module in root.named_modules():
         if not isinstance(module, FSDPModule):

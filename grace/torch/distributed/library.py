@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from grace.core.errors import ConfigError
+from grace.core.errors import ConfigError, StepError
 from grace.core.session.start import check_predivide, is_mean
 from grace.core.state.run import Run
+from grace.torch.adapter import give_own_class
 from grace.torch.distributed.delegated import Delegated
-from grace.torch.distributed.hooks import hook
 from grace.torch.distributed.transport import ProcessGroupTransport
 from grace.torch.library import Library, Settings
-from grace.torch.tensors import names_of
+from grace.torch.tensors import names_of, weak_hook
 
 _WHERE = "grace.torch.DistributedOptimizer"
 
@@ -56,37 +56,85 @@ class TorchDistributed(Library):
         return optimizer, names_of(optimizer, named_parameters)
 
     def begin(self, wrapped: Any, names: Mapping[torch.nn.Parameter, str], run: Run, prefix: str) -> Delegated:
-        hook(wrapped, names, self._settings.backward_passes_per_step)
-        return self.delegated(names, run, self._settings)
+        give_own_class(wrapped, _Hooks)
+        wrapped._attach(names, self._settings.backward_passes_per_step)
+        return Delegated(self, run, names, self._settings)
 
-    def delegated(
-        self, names: Mapping[torch.nn.Parameter, str], run: Run, settings: Settings, bucket_bytes: int = 0
-    ) -> Delegated:
-        """Return the exchange of the gradients that stay dense, some of which may share an allreduce.
+    def connect_dense(self, what: str) -> ProcessGroupTransport:
+        """Return a transport for tensors that stay dense, whose order among the others differs between ranks.
 
-        All ranks must call it.
+        All ranks must call it; `what` says what they connect for.
         """
-
-        def connect(what: str) -> ProcessGroupTransport:
-            return ProcessGroupTransport(
-                self._process_group,
-                timeout=self.transport.timeout,
-                name=f"{self.transport.name}/dense/{self.transport.connections}",
-                store=self.transport.store,
-                lanes=1,
-                what=what,
-            )
-
-        return Delegated(
-            connect,
-            run,
-            names,
-            average=self.averages(settings.op),
-            predivide=settings.gradient_predivide_factor,
-            sparse_as_dense=settings.sparse_as_dense,
-            bucket_bytes=bucket_bytes,
+        transport = ProcessGroupTransport(
+            self._process_group,
+            timeout=self.transport.timeout,
+            name=f"{self.transport.name}/dense/{self.transport.connections}",
+            store=self.transport.store,
+            lanes=1,
+            what=what,
         )
+        transport.join_waits(self.transport)
+        return transport
 
     def drop(self, name: str, step: int) -> list[int]:
         self.transport.discard()
         return self.transport.gather_objects(step, name, "optimizer.grace.discard()")
+
+
+class _Hooks:
+    """Mixin for the class of an optimizer: its hooks pass each finished gradient to its `_allreduce_grad_async`.
+
+    The methods are those of Horovod's optimizer.
+    """
+
+    _allreduce_grad_async: Callable[[torch.nn.Parameter], tuple[Callable[[], torch.Tensor], Any]]
+    _parameter_names: Mapping[torch.nn.Parameter, str]
+    # What waits for a gradient, or None while further backward passes will add to it.
+    _handles: dict[torch.nn.Parameter, tuple[Callable[[], torch.Tensor] | None, Any]]
+    # The number of backward passes that are missing until the exchange of a gradient.
+    _missing: dict[torch.nn.Parameter, int]
+    _synchronized = False
+    _should_synchronize = True
+    backward_passes_per_step: int
+    param_groups: list[dict[str, Any]]
+
+    def _attach(self, names: Mapping[torch.nn.Parameter, str], passes: int) -> None:
+        """Register the hooks."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._parameter_names, self._handles, self._missing = names, {}, dict.fromkeys(trained, 0)
+        self.set_backward_passes_per_step(passes)
+        for p in trained:
+            p.register_post_accumulate_grad_hook(weak_hook(self._passed))
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes whose gradients are added before they are exchanged."""
+        self.backward_passes_per_step = passes
+        self._missing = dict.fromkeys(self._missing, passes)
+
+    def _passed(self, p: torch.nn.Parameter) -> None:
+        """Take note of a gradient; start its exchange after the last backward pass of the step."""
+        if not self._missing[p]:
+            raise StepError(
+                f"the gradient of '{self._parameter_names[p]}' was computed more than "
+                f"{self.backward_passes_per_step} times before step(); raise backward_passes_per_step to add the "
+                "gradients of several backward passes."
+            )
+        self._missing[p] -= 1
+        self._handles[p] = (None, None) if self._missing[p] else self._allreduce_grad_async(p)
+
+    def synchronize(self) -> None:
+        """Complete the exchange: all gradients are then those of all ranks."""
+        for p in self._missing:
+            if self._handles.get(p, (None, None))[0] is None:
+                self._handles[p] = self._allreduce_grad_async(p)
+        for p, (wait, _) in self._handles.items():
+            assert wait is not None
+            result = wait()
+            assert p.grad is not None
+            if p.grad.is_sparse:
+                p.grad = result if result.is_sparse else result.to_sparse()
+            else:
+                p.grad.set_(result)
+        self._handles.clear()
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+        self._synchronized = True

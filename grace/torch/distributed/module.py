@@ -10,24 +10,17 @@ from typing import Any
 import torch
 
 from grace.core.errors import ConfigError, StepError
-from grace.torch.applied import Applied
 from grace.torch.distributed.ddp import call_after_backward
-from grace.torch.library import Settings
-from grace.torch.model import ModelExchange
-from grace.torch.tensors import refuse_unfrozen
-from grace.torch.views import apart
+from grace.torch.distributed.delegated import Delegated
+from grace.torch.model import ReplicatedExchange
+from grace.torch.tensors import refuse_sparse, refuse_unfrozen, resolve_signs, weak_hook
+from grace.torch.views import writable
 
-# Keeps each exchange as long as a module of its model lives: hooks of parameters cannot, because Python never frees an
-# object that a hook and its parameter own together.
+# Keeps each exchange as long as a module of its model lives: hooks of parameters cannot; see `weak_hook`.
 _exchanges: weakref.WeakKeyDictionary[torch.nn.Module, ModuleExchange] = weakref.WeakKeyDictionary()
 
 # As in DDP: few allreduces, and the first ones start early in the backward pass.
 _BUCKET_BYTES = 25 << 20
-
-
-def plain_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a model without DDP, by their names if it is not compiled."""
-    return {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
 
 
 def refuse_registered(model: torch.nn.Module, where: str) -> None:
@@ -40,23 +33,18 @@ def refuse_registered(model: torch.nn.Module, where: str) -> None:
         )
 
 
-class ModuleExchange(ModelExchange):
+class ModuleExchange(ReplicatedExchange):
     """The exchange of a plain model. After a backward pass, gradients are the means over all ranks.
 
     The exchange of a gradient starts when the backward pass has added to it, and all are complete at its end. A
     gradient that a pass does not reach takes part as it is, or else with zeros. If no rank has reached it since the
-    last exchange, it stays as it is, and so do its memories. `trained` has the names of the parameters that train.
+    last exchange, it stays as it is, and so do its memories.
     """
 
     def __init__(self, session: Any, library: Any, parameters: Any, scaler: torch.amp.GradScaler | None) -> None:
         super().__init__(session, library, parameters, scaler)
-        self.trained = {p: name for name, p in parameters.items() if p.requires_grad}
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
-        self._kinds = {p: (p.dtype, p.device) for p in self.trained}
-        settings = Settings(None, backward_passes_per_step=1, gradient_predivide_factor=1.0, sparse_as_dense=False)
-        self._delegated = library.delegated(self.trained, self.run, settings, _BUCKET_BYTES)
-        self.applied = Applied(self, self.trained)
-        self.rollback.forget = self._forget_pass
+        self._delegated = Delegated(library, self.run, self.trained, bucket_bytes=_BUCKET_BYTES)
         # The parameters that backward passes have reached since the last exchange.
         self._reached: set[torch.nn.Parameter] = set()
         # Of this exchange: the gradients that parameters had, the names of those not reached, and what waits for the
@@ -78,20 +66,9 @@ class ModuleExchange(ModelExchange):
             x, received = tensors[name].detach(), handle.wait()
             if self.rank:
                 x.copy_(received.view(x.dtype).view(x.shape))
-        if self.loss_scale is not None:
-            self.loss_scale.attach_to(lambda: self.trained)
-        assert self.applied is not None
-        self.applied.attach(lambda: self._syncs)
-        self.take_references(self.no_sync)
-        alive = weakref.ref(self)
-
-        def reached(p: torch.nn.Parameter) -> None:
-            exchange = alive()
-            if exchange is not None:
-                exchange._take(p)
-
+        self._watch(lambda: self._syncs, self.no_sync)
         for p in self.trained:
-            p.register_post_accumulate_grad_hook(reached)
+            p.register_post_accumulate_grad_hook(weak_hook(self._take))
         _exchanges.update(dict.fromkeys(model.modules(), self))
 
     @contextmanager
@@ -120,24 +97,13 @@ class ModuleExchange(ModelExchange):
                 self._pass = now
                 call_after_backward(self._end)
             if not self._handed:
-                self.rollback.keep()
-                self.start_comparing()
-                if not self.run.completed:
-                    # Ranks at different stages of a schedule would start different collectives, and an error about
-                    # these would come first.
-                    self.comparisons.finish()
+                self.begin_step()
             self._hand_over(p)
 
     def _hand_over(self, p: torch.nn.Parameter) -> None:
-        name, kind = self.trained[p], self._kinds[p]
-        if (p.dtype, p.device) != kind:
-            raise StepError(
-                f"parameter '{name}' was {kind[0]} on {kind[1]} when the model was registered, and is {p.dtype} on "
-                f"{p.device} now. Convert or move the model before you register it."
-            )
-        if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):
-            # PyTorch has noted only that its signs are others than in memory, which is what is sent and overwritten.
-            p.grad = p.grad.resolve_conj().resolve_neg()
+        name = self.trained[p]
+        self._refuse_converted([p], "Convert or move the model before you register it.")
+        resolve_signs(p)
         self._handed[p] = p.grad
         if p.grad is not None and not p.grad.is_sparse:
             self.note_gradient(name, p.grad)
@@ -148,16 +114,11 @@ class ModuleExchange(ModelExchange):
             self._waits[name], _ = self._delegated.start(p)
             return
         gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-        if gradient.is_sparse:
-            raise StepError(
-                f"tensor '{name}' has a sparse gradient, and compressors need dense gradients. Exclude the tensor from "
-                f"compression by a rule, for example rules=[{{'match': '{name}', 'compressor': 'none'}}]."
-            )
+        refuse_sparse(name, gradient)
         if not missing:
             self.set_output(name, gradient)
-        if self.loss_scale is not None:
-            gradient = self.loss_scale.unscaled(gradient)
-        self.run.current.ready(name, gradient, reference=self.reference(name), unused=missing)
+        gradient = self.loss_scale.unscaled(gradient)
+        self.run.current.ready(name, gradient, reference=self._references.of(p), unused=missing)
 
     def _end(self) -> None:
         """Complete the exchange at the end of a backward pass."""
@@ -178,22 +139,21 @@ class ModuleExchange(ModelExchange):
             if p not in self._handed:
                 self._hand_over(p)
         self.comparisons.finish()
-        flags = torch.tensor([name not in self._missing for name in self.trained.values()], dtype=torch.int32)
-        used = self.transport.allreduce(flags, op="max", name=f"{self.prefix}/used parameters")
+        wait_unused = self._start_finding_unused({name: name not in self._missing for name in self.trained.values()})
         unused: set[str] = set()
 
         def find_unused() -> Iterator[str]:
             # Only when all gradients are merged: these would wait for it.
-            unused.update(name for name, flag in zip(self.trained.values(), used.wait(), strict=True) if not flag)
+            unused.update(wait_unused())
             yield from unused
 
-        merged = self.run.finish(apart(self._gradients), find_unused())
+        merged = self.run.finish(writable(self._gradients), find_unused())
         for p, before in self._handed.items():
             name = self.trained[p]
             # Where the result may be written: no rank's gradient has been kept for a later pass.
             out = None if name in unused or p.grad is None or p.grad.is_sparse else p.grad.detach()
             x = merged[name] if name in merged else self._waits[name](out)
-            if self.loss_scale is not None and name in merged:
+            if name in merged:
                 self.loss_scale.scale_(x)
             if name in unused:
                 p.grad = before
@@ -201,13 +161,10 @@ class ModuleExchange(ModelExchange):
                 p.grad = x
             elif x.data_ptr() != p.grad.data_ptr():
                 p.grad.detach().copy_(x)
-        assert self.applied is not None
-        self.applied.exchanged(p for p, name in self.trained.items() if name in merged and name not in unused)
-        self.applied.finished()
+        self._pending.add(p for p, name in self.trained.items() if name in merged and name not in unused)
+        self._pending.note_places()
         self.step_ends()
-        self.rollback.release()
-        if self.loss_scale is not None:
-            self.loss_scale.finish()
+        self.end_step()
 
     def _clear(self) -> None:
         for collection in (self._reached, self._handed, self._missing, self._waits, self._gradients):
@@ -216,7 +173,5 @@ class ModuleExchange(ModelExchange):
     def _forget_pass(self) -> None:
         self._clear()
         self._delegated.forget()
-        if self.loss_scale is not None:
-            self.loss_scale.forget()
         for p in self.trained:
             p.grad = None

@@ -29,7 +29,7 @@ _COLLECTIVES = (
 )
 
 
-class Awaited(torch.futures.Future[T]):
+class DeferredFuture(torch.futures.Future[T]):
     """A future that is completed at the end of the backward pass; a hook that waits for it would wait forever."""
 
     def __init__(self, devices: list[torch.device] | None = None) -> None:
@@ -47,7 +47,7 @@ class Awaited(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """Return the future of what `callback` makes of this one."""
-        result: Awaited[Any] = Awaited(self._devices)
+        result: DeferredFuture[Any] = DeferredFuture(self._devices)
 
         def complete(done: torch.futures.Future[T]) -> None:
             try:
@@ -59,10 +59,10 @@ class Awaited(torch.futures.Future[T]):
         return result
 
 
-class TakenWork:
+class DeferredWork:
     """The handle that a hook gets for an allreduce that grace has taken over, in the place of PyTorch's `Work`."""
 
-    def __init__(self, future: Awaited[list[torch.Tensor]]) -> None:
+    def __init__(self, future: DeferredFuture[list[torch.Tensor]]) -> None:
         self._future = future
 
     def wait(self, timeout: Any = None) -> bool:
@@ -80,14 +80,14 @@ class TakenWork:
 
 
 @dataclass
-class Taken:
+class CapturedAllreduce:
     """An allreduce that a hook has started for a bucket: the gradients in it, in the bucket's order, and its result."""
 
     tensors: list[torch.Tensor]
     gradients: list[torch.Tensor]
     # True if the hook expects the sum over the ranks, not the mean.
     summed: bool
-    future: Awaited[list[torch.Tensor]]
+    future: DeferredFuture[list[torch.Tensor]]
 
 
 class WrappedHook:
@@ -108,10 +108,10 @@ class WrappedHook:
             if of.startswith(_OF_TORCH) and not of.endswith(".default_hooks"):
                 raise StepError("it does more than to exchange the gradients of each step.")
             for bucket in model.reducer._get_zeros_like_grad_buckets():
-                _, taken = self.start(bucket)
+                _, captured = self.start(bucket)
                 # The hook may keep the handle and wait for it later.
-                taken.future.set_result(taken.tensors)
-                self.dtypes.update(zip(bucket.parameters(), (x.dtype for x in taken.gradients), strict=True))
+                captured.future.set_result(captured.tensors)
+                self.dtypes.update(zip(bucket.parameters(), (x.dtype for x in captured.gradients), strict=True))
         except Exception as error:
             name = getattr(self._hook, "__qualname__", type(self._hook).__qualname__)
             raise ConfigError(
@@ -120,18 +120,18 @@ class WrappedHook:
                 "ranks of the model, and does not wait for it. Leave the hook out."
             ) from error
 
-    def start(self, bucket: dist.GradBucket) -> tuple[torch.futures.Future[torch.Tensor], Taken]:
+    def start(self, bucket: dist.GradBucket) -> tuple[torch.futures.Future[torch.Tensor], CapturedAllreduce]:
         """Run the hook; return its future for DDP, and the allreduce that it has started.
 
         Raises StepError if it starts none, several or other collectives.
         """
-        found: list[Taken] = []
+        found: list[CapturedAllreduce] = []
 
-        def take(tensors: Any, options: Any = dist.ReduceOp.SUM, *_: Any) -> TakenWork:
+        def take(tensors: Any, options: Any = dist.ReduceOp.SUM, *_: Any) -> DeferredWork:
             if found:
                 raise StepError("it starts several allreduces for a bucket.")
-            found.append(_taken(bucket, tensors, getattr(options, "reduceOp", options)))
-            return TakenWork(found[0].future)
+            found.append(_capture(bucket, tensors, getattr(options, "reduceOp", options)))
+            return DeferredWork(found[0].future)
 
         with self._replaced(take):
             future = self._hook(self._state, bucket)
@@ -145,7 +145,7 @@ class WrappedHook:
         return future
 
     @contextlib.contextmanager
-    def _replaced(self, take: Callable[..., TakenWork]) -> Iterator[None]:
+    def _replaced(self, take: Callable[..., DeferredWork]) -> Iterator[None]:
         """Pass the allreduces that this thread starts among the ranks of the model to `take`; refuse other collectives.
 
         Every way to start one in Python leads to these methods, whatever module has imported its function.
@@ -172,7 +172,7 @@ class WrappedHook:
                 setattr(dist.ProcessGroup, name, original)
 
 
-def _taken(bucket: dist.GradBucket, given: Any, op: Any) -> Taken:
+def _capture(bucket: dist.GradBucket, given: Any, op: Any) -> CapturedAllreduce:
     """Return the allreduce of these tensors. Raises StepError if it is not one of the bucket's gradients."""
     tensors, parameters = [given] if isinstance(given, torch.Tensor) else list(given), bucket.parameters()
     # In this order, because PyTorch's comparison of the two types is not symmetric.
@@ -188,8 +188,8 @@ def _taken(bucket: dist.GradBucket, given: Any, op: Any) -> Taken:
             f"it reduces {len(tensors)} tensors of {sum(x.numel() for x in tensors):,} elements for a bucket of "
             f"{len(parameters)} gradients of {bucket.buffer().numel():,} elements."
         )
-    future: Awaited[list[torch.Tensor]] = Awaited([tensors[0].device] if tensors[0].is_cuda else None)
-    return Taken(tensors, gradients, summed, future)
+    future: DeferredFuture[list[torch.Tensor]] = DeferredFuture([tensors[0].device] if tensors[0].is_cuda else None)
+    return CapturedAllreduce(tensors, gradients, summed, future)
 
 
 def split(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

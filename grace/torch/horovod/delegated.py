@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from grace.core.errors import StepError
+from grace.torch import library
 from grace.torch.horovod.transport import HorovodTransport
 
 
-class Delegated:
+class Delegated(library.Delegated):
     """The start of reductions by Horovod's optimizer, under names that contain `prefix`."""
 
     def __init__(self, wrapped: Any, transport: HorovodTransport, prefix: str) -> None:
@@ -22,14 +23,12 @@ class Delegated:
         wrapped._parameter_names = {p: f"{prefix}/{name}" for p, name in self._names.items()}
         self._horovod_start = wrapped._allreduce_grad_async
         self._prefix = prefix
+        transport.start_delegated = self._start_with_zeros
         # By tensor, the sparse dimensions of gradients that are sparse.
         self._sparse_dims: dict[str, int] = {}
 
     def agree_on_sparse(self) -> None:
-        """Exchange which gradients are sparse; see `grace.torch.library.Delegated`.
-
-        Horovod would wait for the others forever: the collectives of dense and of sparse gradients have other names.
-        """
+        # Horovod would wait for the others forever: the collectives of dense and of sparse gradients have other names.
         if self._wrapped.sparse_as_dense:
             return
         mine = {
@@ -58,10 +57,7 @@ class Delegated:
         handle, context = self._horovod_start(p)
         return self._transport.delegated(name, handle).wait, context
 
-    def forget(self) -> None:
-        """Do nothing: the transport itself knows which collectives are under way."""
-
-    def start_with_zeros(self, call: Mapping[str, Any]) -> None:
+    def _start_with_zeros(self, call: Mapping[str, Any]) -> None:
         """Start a reduction that other ranks have started and this one has not, with a gradient of zeros."""
         p = self._parameters[call["delegated"]]
         p.grad = _without_rows(p, call["sparse_dim"]) if "sparse_dim" in call else torch.zeros_like(p)

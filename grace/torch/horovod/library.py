@@ -41,7 +41,6 @@ class Horovod(Library):
         self.transport = HorovodTransport(self._process_set)
         self.transport.timeout = timeout
         self.group, self.world = str(self._process_set.process_set_id), (hvd.rank(), hvd.size())
-        self._delegated: Delegated | None = None
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if self.elastic and self._process_set is not hvd.global_process_set:
             raise refusal_of_process_sets(_WHERE)
@@ -70,15 +69,7 @@ class Horovod(Library):
         if self.transport.rank >= 0 and hvd.size() == 1 and not self.elastic:
             # With one process Horovod registers no hooks, but gradients shall be compressed all the same.
             wrapped._register_hooks()
-        self._delegated = Delegated(wrapped, self.transport, prefix)
-        return self._delegated
+        return Delegated(wrapped, self.transport, prefix)
 
     def drop(self, name: str, step: int) -> list[int]:
-        if self.transport.rank < 0:
-            return [step]
-        return self.transport.discard(self._start_with_zeros, name, step)
-
-    def _start_with_zeros(self, call: Mapping[str, Any]) -> None:
-        # With local steps, no tensor is delegated.
-        assert self._delegated is not None
-        self._delegated.start_with_zeros(call)
+        return [step] if self.transport.rank < 0 else self.transport.discard(name, step)

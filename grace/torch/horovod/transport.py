@@ -20,7 +20,7 @@ from grace.core.transport.transport import (
     HandshakeTransport,
     known_local_size,
 )
-from grace.torch.tensors import start_gathering
+from grace.torch.tensors import Rows, start_gathering
 
 # Waits for a handle of Horovod, and returns the result.
 _Waiter: TypeAlias = Callable[[int], Any]
@@ -64,32 +64,14 @@ class _GatherOfTwo(Handle):
         return bool(hvd.poll(self._handle))
 
 
-class _Rows(Handle):
-    """A sum or mean of sparse gradients, whose indices and values are gathered."""
-
-    def __init__(self, x: torch.Tensor, name: str, op: int, process_set: Any, waiter: _Waiter) -> None:
-        self._like, self._divisor, self._waiter = x, process_set.size() if op == hvd.Average else 1, waiter
-        indices = x._indices().transpose(0, 1).contiguous()
-        self._handles = [
-            hvd.allgather_async(part, name=f"{name}.{kind}", process_set=process_set)
-            for kind, part in (("indices", indices), ("values", x._values()))
-        ]
-
-    def wait(self) -> torch.Tensor:
-        indices, values = (self._waiter(handle) for handle in self._handles)
-        if not len(values):
-            return torch.zeros_like(self._like)
-        # Otherwise PyTorch warns that it leaves out its checks.
-        return torch.sparse_coo_tensor(
-            indices.transpose(0, 1), values / self._divisor, self._like.size(), check_invariants=False
-        )
-
-
 class HorovodTransport(HandshakeTransport):
     """Named asynchronous collectives of Horovod within one process set. `rank` is -1 outside the set.
 
     Raises ConfigError for a process set that is not registered with Horovod.
     """
+
+    #: Starts the reduction of a gradient that stays dense, as another rank has, with zeros.
+    start_delegated: Callable[[Mapping[str, Any]], Any]
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         if process_set.process_set_id is None or process_set.ranks is None:
@@ -162,23 +144,28 @@ class HorovodTransport(HandshakeTransport):
         """Reduce a sparse gradient as Horovod's optimizer does, by two allgathers."""
         # Another key than that of a dense one: `discard` must finish both if the ranks differ.
         key = f"the sparse gradient of '{tensor}'"
-        rows = _Rows(gradient, name, op, self._process_set, self._waiter(key))
+        waiter = self._waiter(key)
+
+        def gather(part: torch.Tensor, kind: str) -> Handle:
+            return _Pending(hvd.allgather_async(part, name=f"{name}.{kind}", process_set=self._process_set), waiter)
+
+        rows = Rows(gradient, self.size if op == hvd.Average else 1, gather)
         return self.started.note(key, {"delegated": tensor, "sparse_dim": gradient.sparse_dim()}, rows)
 
-    def discard(self, hand_over: Callable[[Mapping[str, Any]], Any], name: str, step: int) -> list[int]:
+    def discard(self, name: str, step: int) -> list[int]:
         """Finish what only some ranks have started, on all ranks, and drop the results. Return the steps of all ranks.
 
-        A rank starts with zeros what it lacks; `hand_over` does so for a delegated gradient. It waits for twice the
-        limit, because another rank may learn only at the end of its own limit that the call cannot complete. After an
-        error, nothing else can be started, and the next call goes on where this one has stopped: Horovod cannot take
-        back what it has told the others.
+        A rank starts with zeros what it lacks. It waits for twice the limit, because another rank may learn only at the
+        end of its own limit that the call cannot complete. After an error, nothing else can be started, and the next
+        call goes on where this one has stopped: Horovod cannot take back what it has told the others.
         """
-        start, gather = functools.partial(self._start_like, hand_over), functools.partial(start_gathering, self)
-        dropping = self._dropping = self._dropping or Dropping(self.started, start, gather, name, step, self.size)
+        if self._dropping is None:
+            gather = functools.partial(start_gathering, self)
+            self._dropping = Dropping(self.started, self._start_like, gather, name, step, self.size)
         self._missed = False
         try:
             with self.twice_the_limit(), self.handshake_for("optimizer.grace.discard()"):
-                steps = dropping.wait()
+                steps = self._dropping.wait()
         except WaitError:
             self._missed = True
             raise
@@ -188,10 +175,10 @@ class HorovodTransport(HandshakeTransport):
         self._dropping = None
         return steps
 
-    def _start_like(self, hand_over: Callable[[Mapping[str, Any]], Any], name: str, call: Mapping[str, Any]) -> None:
+    def _start_like(self, name: str, call: Mapping[str, Any]) -> None:
         """Start with zeros what another rank has started."""
         if "delegated" in call:
-            hand_over(call)
+            self.start_delegated(call)
             return
         dtype, lengths = getattr(torch, call["dtype"]), call["lengths"]
         zeros = torch.zeros(sum(lengths), dtype=dtype, device=call["device"]).split(lengths)

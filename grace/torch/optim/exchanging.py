@@ -19,14 +19,14 @@ from grace.core.config.config import Config
 from grace.core.config.recommended import warn_of_pairs
 from grace.core.errors import ConfigError, GraceError
 from grace.core.optim.moments import ONE_BIT, freeze_step_of
-from grace.core.session.start import Request, open_session
+from grace.core.session.start import Request
 from grace.core.state.merge import optimizer_state
 from grace.core.state.run import Run
+from grace.torch.describe import describe
 from grace.torch.exchange import OPS, Exchange
 from grace.torch.library import Library, connect
 from grace.torch.optim.ruled import Parameters, Ruled
 from grace.torch.optimizer import refuse_parameters
-from grace.torch.steps import describe
 from grace.torch.tensors import names_of, refuse_unfrozen, spec_of
 
 
@@ -96,7 +96,7 @@ class Exchanging(Ruled, ABC):
 
     def _begin(self, request: Request, library: Library, total_steps: int | None) -> None:
         """Start both exchanges; the ranks compare their options and configurations."""
-        with _session(request, library, "momentum") as session:
+        with library.session(request, "momentum") as session:
             self._settle(library, total_steps)
             session.local = {"optimizer number": session.number, **self._options()}
             self._names = names_of(self, _named(self.param_groups))
@@ -106,7 +106,7 @@ class Exchanging(Ruled, ABC):
             momenta = [dataclasses.replace(spec, dtype=spec.work_dtype) for spec in gradients]
             session.begin(momenta, OPS, average=True)
         settings = {"compressor": "none", "seed": session.config.seed, "timeout": session.config.timeout}
-        with _session(Request(settings, {}, type(self), request.where), library, "gradient") as dense:
+        with library.session(Request(settings, {}, type(self), request.where), "gradient") as dense:
             self._gradients: Run = dense.begin(gradients, OPS, average=True)
         self.grace = momenta = Momenta(session, library, {name: p for p, name in self._names.items()}, None)
         momenta.equal, momenta.gradients = self._equal, _Gradients(dense, library, {}, None)
@@ -166,8 +166,7 @@ class Exchanging(Ruled, ABC):
         """Return the means over all ranks of a value per parameter; None if a loss scaler has all ranks skip it."""
         exchange, before = self.grace, run.savepoint
         with exchange.rollback.attempt():
-            exchange.rollback.keep()
-            exchange.start_comparing()
+            exchange.begin_step()
             for group in reversed(self.param_groups):
                 lr = float(group["lr"])
                 for p in reversed(group["params"]):
@@ -243,18 +242,6 @@ class Exchanging(Ruled, ABC):
             f"{self._where}: it cannot be copied or pickled, because its collectives belong to one object; save "
             "state_dict(), or make another one."
         )
-
-
-def _session(request: Request, library: Library, kind: str) -> Any:
-    return open_session(
-        request,
-        library.transport,
-        world=library.world,
-        group=f"grace/{library.group}",
-        kind=kind,
-        # As for `DistributedOptimizer`: in elastic mode, the ranks compare when states are synchronized.
-        gather=(lambda mine: [mine]) if library.elastic else None,
-    )
 
 
 def _named(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, torch.nn.Parameter]] | None:

@@ -75,7 +75,8 @@ class Compression:
         mine = self.exchange.state_dict()
         states = _gather({**mine, "tensors": {}})
         # One unit at a time, because a GPU may not have the memory for the states of all ranks.
-        for unit in sorted({name for names in _everyone(list(mine["tensors"])) for name in names}):
+        names = self.exchange.everyone(list(mine["tensors"]), "units", "the states of a checkpoint")
+        for unit in sorted({name for each in names for name in each}):
             entries = _gather(_on_host(mine["tensors"].get(unit)))
             for state, entry in zip(states, entries, strict=True):
                 if entry is not None:
@@ -157,13 +158,6 @@ def _gather(value: Any) -> list[Any]:
     """Return the values of all ranks on rank 0, and nothing on the others."""
     values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
     dist.gather_object(value, values or None)
-    return values
-
-
-def _everyone(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
     return values
 
 

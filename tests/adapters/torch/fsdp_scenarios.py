@@ -424,6 +424,15 @@ def waits_by_fsdp() -> str:
     return backward_of_a_late_rank(F.cross_entropy(model(x), y))
 
 
+def absent_from_parts() -> list[Any]:
+    """Let the last rank stay away when all parts and replicas exchange a value; the values and the errors of each."""
+    exchange = grace.torch.register(shard(make(), replicas=2), TOPK, timeout=2)
+    together = exchange.everyone(my_rank(), "advice", "this test")
+    if my_rank() == world_size() - 1:
+        return [together, ""]
+    return [together, outcome(lambda: exchange.everyone(my_rank(), "advice", "this test"))]
+
+
 def mismatched_by_fsdp() -> str:
     """Let the last rank leave out the reduction of a module; the error of each rank."""
     model = shard(make(), reshard_after_forward=False)

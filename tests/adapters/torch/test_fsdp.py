@@ -130,6 +130,17 @@ def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
     assert first.startswith(f"WaitError: rank 0 of 2 has waited 1 s for rank 1: {what}. Expected all ranks")
 
 
+@on(FOUR)
+def test_a_rank_of_another_part_that_stays_away_is_an_error(launch):
+    """The ranks of different parts exchange small values only, for advice."""
+    ranks = scenario("absent_from_parts", launch)
+    assert [sorted(together) for together, _ in ranks] == [[0, 1, 2, 3]] * 4
+    # Rank 1 waits for the other replica of its part, and the others for the other part of their replica.
+    for rank, (_, error) in enumerate(ranks[:3]):
+        assert error.startswith("WaitError: rank "), (rank, error)
+        assert "this test" in error, (rank, error)
+
+
 @on(TWO)
 def test_the_configuration_of_loco_feeds_back_what_it_loses_and_forgets_it_now_and_then(launch):
     for rank in scenario("loco_by_fsdp", launch):

@@ -1,11 +1,10 @@
-"""`Applied`: what becomes of exchanged gradients. Those that nobody applies leave nothing in the memories."""
+"""`PendingGradients`: what becomes of exchanged gradients. Those that nobody applies leave nothing in the memories."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torch.utils.hooks import unserializable_hook
 from grace.core.errors import GraceWarning
 from grace.core.state.run import Savepoint
 from grace.torch.exchange import Exchange
-from grace.torch.steps import watch
+from grace.torch.tensors import weak_hook
 
 
 @dataclass
@@ -46,7 +45,7 @@ class _Exchanged:
         return (left.data_ptr(), left._version) != self.gradient and not bool(gradient.any())
 
 
-class Applied:
+class PendingGradients:
     """The exchanged gradients of a model that no optimizer has applied yet.
 
     If such a gradient is gone when the next backward pass reaches the model, it was dropped: the memories of its tensor
@@ -71,9 +70,8 @@ class Applied:
         self.paused = False
 
     def attach(self, expected: Callable[[], bool]) -> None:
-        """Watch the gradients and the optimizers; `expected()` tells whether a gradient now belongs to an exchange."""
+        """Watch the gradients; `expected()` tells whether a gradient now belongs to an exchange."""
         self._expected = expected
-        watch(self)
         # One parameter is enough to notice a pass, and a hook takes microseconds in each of them.
         for p in itertools.islice(self._names, 1):
             self._watch(p)
@@ -82,18 +80,10 @@ class Applied:
         """Look at a backward pass before autograd adds the gradient of this parameter to that of earlier passes."""
         if p in self._watched:
             return
-        alive = weakref.ref(self)
-
-        @unserializable_hook
-        def look(_: torch.Tensor) -> None:
-            applied = alive()
-            if applied is not None and not applied.paused and applied._pass != torch._C._current_graph_task_id():
-                applied._look()
-
-        p.register_hook(look)
+        p.register_hook(unserializable_hook(weak_hook(self._look)))  # type: ignore[no-untyped-call]
         self._watched.add(p)
 
-    def exchanged(self, parameters: Iterable[torch.Tensor]) -> None:
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take note of an exchange of these gradients, at its end."""
         self._exchanged, before = True, self._rollback.before
         if before is None or not self._keeps_states:
@@ -103,7 +93,7 @@ class Applied:
             oldest = self._waiting[p].before if p in self._waiting else before
             self._waiting[p] = _Exchanged(oldest, p._version)
 
-    def finished(self) -> None:
+    def note_places(self) -> None:
         """Take note of the gradients after DDP has put them in their places."""
         for p, each in self._waiting.items():
             if p.grad is not None:
@@ -113,7 +103,7 @@ class Applied:
         """Forget all gradients: other states were loaded."""
         self._waiting.clear()
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of an optimizer, of these parameters or of others."""
         ours = False
         for group in optimizer.param_groups:
@@ -132,9 +122,11 @@ class Applied:
                 )
             self._came = self._exchanged = False
 
-    def _look(self) -> None:
+    def _look(self, _: torch.Tensor) -> None:
         """Find what was dropped, before the first gradient of a backward pass is added to those that are left."""
-        self._pass = torch._C._current_graph_task_id()
+        if self.paused or self._pass == (now := torch._C._current_graph_task_id()):
+            return
+        self._pass = now
         self._came = self._came or self._expected()
         if not self._waiting or self._rollback.before is not None:
             return
