@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.config.outer import OuterSteps, make_outer
+from grace.core.config.outer import make_outer
 from grace.core.errors import ConfigError
 from grace.core.ops.composites import ArrayOps
 from grace.core.optim.adam import Adam
@@ -16,23 +16,36 @@ from grace.core.spec import Array, State
 EVERY: Mapping[int, int] = {32_768: 2, 65_536: 4, 98_304: 8, 131_072: 16}
 
 
-def check_schedule(every: int | Mapping[int, int], scaler: int, freeze_step: int | None, where: str) -> OuterSteps:
-    """Return the meetings after the freeze. Raises ConfigError for numbers that cannot work."""
-    if freeze_step is None:
-        raise ConfigError(f"{where}: expected freeze_step or total_steps, received neither; name one of them.")
-    if scaler < 1:
-        raise ConfigError(f"{where}: var_update_scaler must be at least 1, received {scaler!r}.")
-    outer = make_outer({"every": every})
-    assert outer is not None
-    return outer
+class Schedule:
+    """The steps of 0/1 Adam whose gradients the second moment takes, and those at which the ranks meet.
 
-
-def next_learning(number: Any, learnt: Any, scaler: int) -> Any:
-    """Return the step of the gradient after that of step `number`, the `learnt`-th one in the second moment.
-
-    In a graph, these are 0-d arrays.
+    Steps count from 1; in a graph, they are 0-d arrays. Raises ConfigError for numbers that cannot work.
     """
-    return number + 2 ** (learnt // scaler)
+
+    def __init__(self, every: int | Mapping[int, int], scaler: int, freeze_step: int | None, where: str) -> None:
+        if freeze_step is None:
+            raise ConfigError(f"{where}: expected freeze_step or total_steps, received neither; name one of them.")
+        if scaler < 1:
+            raise ConfigError(f"{where}: var_update_scaler must be at least 1, received {scaler!r}.")
+        outer = make_outer({"every": every})
+        assert outer is not None
+        self._outer, self._scaler, self._freeze_step = outer, scaler, freeze_step
+
+    def learns(self, step: Any, learn_at: Any) -> Any:
+        """Return whether the second moment takes the gradient of a step, if `learn_at` is the next one to do so."""
+        return (step == learn_at) & (step <= self._freeze_step)
+
+    def next_learning(self, step: Any, learnt: Any) -> Any:
+        """Return the step of the gradient after that of `step`, which is the `learnt`-th one in the second moment."""
+        return step + 2 ** (learnt // self._scaler)
+
+    def meets(self, step: Any) -> Any:
+        """Return whether the ranks meet after a step: after each one until the freeze, and then now and then."""
+        return (step <= self._freeze_step) | self._outer.meets(step - self._freeze_step)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the arguments of an optimizer that set it, JSON-able."""
+        return {"every": self._outer.to_config()["every"], "var_update_scaler": self._scaler}
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ class ZeroOneAdam(Exchanging):
         **options: Any,
     ) -> None:
         super().__init__(learning_rate, **options)
-        self._meetings = zero_one.check_schedule(every, var_update_scaler, self._freeze_step, self._where)
-        self._scaler = var_update_scaler
+        self._schedule = zero_one.Schedule(every, var_update_scaler, self._freeze_step, self._where)
 
     def _slots_of(self, variable: Any, name: str) -> dict[str, Any]:
         slots = super()._slots_of(variable, name)
@@ -53,9 +52,7 @@ class ZeroOneAdam(Exchanging):
         self._rates = self._number("rates", 0.0, "float64")
 
     def _advance(self, gradients: list[tf.Tensor], lr: tf.Tensor, number: tf.Tensor) -> None:
-        freeze, numbers = self._freeze_step, range(len(gradients))
-        learns = (number == self._learn_at) & (number <= freeze)
-        meets_now = (number <= freeze) | self._meetings.meets(number - freeze)
+        numbers, learns = range(len(gradients)), self._schedule.learns(number, self._learn_at)
         count = self._learnt + tf.cast(learns, tf.int64)
         learnt, rate = tf.cast(count, tf.float64), self._rule.rate(lr, tf.cast(number, tf.float64))
         rates = self._rates + rate
@@ -92,15 +89,14 @@ class ZeroOneAdam(Exchanging):
                 self._write(i, *rule.alone(ops, self._flat(i), states[i], lr, rate, learnt))
             self._rates.assign(rates)
 
-        tf.cond(meets_now, always(meet), always(alone))
-        after = zero_one.next_learning(number, count, self._scaler)
+        tf.cond(self._schedule.meets(number), always(meet), always(alone))
+        after = self._schedule.next_learning(number, count)
         self._learn_at.assign(tf.where(learns, after, self._learn_at))
         self._learnt.assign(count)
 
     def settings(self) -> dict[str, Any]:
         """Return what must be equal on all ranks besides the configuration."""
-        own = {"every": self._meetings.to_config()["every"], "var_update_scaler": self._scaler}
-        return {**super().settings(), **own}
+        return {**super().settings(), **self._schedule.to_config()}
 
     def equal_variables(self, weights: dict[str, tf.Variable]) -> dict[str, tf.Variable]:
         """Return the variables that are equal on all ranks before a meeting, by name."""
@@ -114,5 +110,4 @@ class ZeroOneAdam(Exchanging):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments, and what makes the exchange again."""
-        own = {"every": self._meetings.to_config()["every"], "var_update_scaler": self._scaler}
-        return {**super().get_config(), **own}
+        return {**super().get_config(), **self._schedule.to_config()}

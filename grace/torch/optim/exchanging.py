@@ -97,8 +97,7 @@ class Exchanging(Ruled, ABC):
     def _begin(self, request: Request, library: Library, total_steps: int | None) -> None:
         """Start both exchanges; the ranks compare their options and configurations."""
         with library.session(request, "momentum") as session:
-            self._settle(library, total_steps)
-            session.local = {"optimizer number": session.number, **self._options()}
+            session.local = {"optimizer number": session.number, **self._options(total_steps)}
             self._names = names_of(self, _named(self.param_groups))
             refuse_parameters(list(self._names), request.where)
             self._frozen = {name: p for p, name in self._names.items() if not p.requires_grad}
@@ -117,15 +116,14 @@ class Exchanging(Ruled, ABC):
         self.grace.rollback.forget = self._forget
         self.grace.announce(self.grace.run.stages)
 
-    def _settle(self, library: Library, total_steps: int | None) -> None:
-        """Raise ConfigError for options or a library that cannot work, and set the end of the warm-up."""
-        where = self._where
+    def _options(self, total_steps: int | None) -> dict[str, Any]:
+        """Set the end of the warm-up; return what must be equal on all ranks besides the configuration.
+
+        Raises ConfigError for options that cannot work.
+        """
         for group in self.param_groups:
             self._check(group)
-            group["freeze_step"] = freeze_step_of(group["freeze_step"], total_steps, where)
-
-    def _options(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks besides the configuration."""
+            group["freeze_step"] = freeze_step_of(group["freeze_step"], total_steps, self._where)
         return {"optimizer": type(self).__name__, "freeze_step": self.param_groups[0]["freeze_step"]}
 
     # --- steps --------------------------------------------------------------------------------------------------------

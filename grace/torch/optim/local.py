@@ -41,10 +41,8 @@ class _Local(Ruled):
             for p in group["params"]:
                 if p.grad is not None:
                     state, ops = self._state_of(p, rule), OPS(str(p.device))
-                    number = state.pop("step") + 1
-                    weights, state = rule.step(ops, flat(p), flat(self._dense(p)), state, lr, number)
-                    p.copy_(weights.view(p.shape))
-                    self._keep(p, number, state)
+                    taken = state.pop("step")
+                    self._update(p, taken, *rule.step(ops, flat(p), flat(self._dense(p)), state, lr, taken + 1))
         return loss
 
 

@@ -38,14 +38,12 @@ class OneBit(Exchanging):
             for p in group["params"]:
                 if p.requires_grad:
                     state, ops = self._state_of(p, rule), OPS(str(p.device))
-                    number = state.pop("step") + 1
-                    given = flat(p), flat(merged[self._names[p]])
+                    given, taken = (flat(p), flat(merged[self._names[p]])), state.pop("step")
                     if frozen:
-                        weights, state = rule.frozen_step(ops, *given, state, lr, number, out=given)
+                        new = rule.frozen_step(ops, *given, state, lr, taken + 1, out=given)
                     else:
-                        weights, state = rule.step(ops, *given, state, lr, number)
-                    p.copy_(weights.view(p.shape))
-                    self._keep(p, number, state)
+                        new = rule.step(ops, *given, state, lr, taken + 1)
+                    self._update(p, taken, *new)
             group["step"] += 1
         self.grace.rollback.release()
         if not frozen:

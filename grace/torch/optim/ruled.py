@@ -61,6 +61,11 @@ class Ruled(torch.optim.Optimizer):
             self._keep(p, 0, rule.init(OPS(str(p.device)), flat(p)))
         return {key: x.reshape(-1) if isinstance(x, torch.Tensor) else x for key, x in self.state[p].items()}
 
+    def _update(self, p: torch.Tensor, taken: int, weights: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights and the state of a parameter after a step; it has `taken` so many before."""
+        p.copy_(weights.view(p.shape))
+        self._keep(p, taken + 1, arrays)
+
     def _keep(self, p: torch.Tensor, number: int, arrays: Mapping[str, torch.Tensor]) -> None:
         shaped = {key: x.reshape(p.shape) if x.numel() == p.numel() else x for key, x in arrays.items()}
         self.state[p] = {"step": number, **shaped}

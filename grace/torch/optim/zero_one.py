@@ -10,7 +10,6 @@ import torch
 from grace.core.errors import StateError, StepError
 from grace.core.optim import zero_one
 from grace.torch.exchange import OPS
-from grace.torch.library import Library
 from grace.torch.optim.exchanging import Exchanging
 from grace.torch.optim.ruled import Parameters, flat
 
@@ -48,17 +47,13 @@ class ZeroOneAdam(Exchanging):
         var_update_scaler: int = 16,
         **options: Any,
     ) -> None:
-        self._every, self._scaler = every, var_update_scaler
+        self._every = every, var_update_scaler
         super().__init__(params, lr, **options)
 
-    def _settle(self, library: Library, total_steps: int | None) -> None:
-        super()._settle(library, total_steps)
-        freeze_step = self.param_groups[0]["freeze_step"]
-        self._meetings = zero_one.check_schedule(self._every, self._scaler, freeze_step, self._where)
-
-    def _options(self) -> dict[str, Any]:
-        own = {"every": self._meetings.to_config()["every"], "var_update_scaler": self._scaler}
-        return {**super()._options(), **own}
+    def _options(self, total_steps: int | None) -> dict[str, Any]:
+        options = super()._options(total_steps)
+        self._schedule = zero_one.Schedule(*self._every, options["freeze_step"], self._where)
+        return {**options, **self._schedule.to_config()}
 
     def _advance(self) -> None:
         if hasattr(self, "found_inf"):
@@ -67,10 +62,9 @@ class ZeroOneAdam(Exchanging):
                 "in bfloat16, or use OneBitAdam."
             )
         first, *_ = self.param_groups
-        number, freeze_step = first["step"] + 1, first["freeze_step"]
-        learns = number == first["learn_at"] <= freeze_step
+        number = first["step"] + 1
+        learns = self._schedule.learns(number, first["learn_at"])
         learnt = first["learnt"] + learns
-        meets = number <= freeze_step or bool(self._meetings.meetings(number - freeze_step))
         means = self._exchange(self._gradients, self._gradient) if learns else None
         advanced: dict[torch.Tensor, dict[str, Any]] = {}
 
@@ -84,7 +78,7 @@ class ZeroOneAdam(Exchanging):
             return rule.sent(ops, advanced[p], learnt).view(p.shape)
 
         # Nothing is changed until all exchanges are over.
-        merged = self._exchange(self.grace.run, advance) if meets else None
+        merged = self._exchange(self.grace.run, advance) if self._schedule.meets(number) else None
         for group in self.param_groups:
             group["learnt"] = learnt
             group["rates"] += self._rate(group, number)
@@ -95,19 +89,18 @@ class ZeroOneAdam(Exchanging):
                 if p not in advanced:
                     self._rest(p, rule)
                     continue
-                ops, state = OPS(str(p.device)), advanced[p]
-                taken = state.pop("step") + 1
+                ops, weights, state = OPS(str(p.device)), flat(p), advanced[p]
+                taken = state.pop("step")
                 if merged is None:
-                    weights, state = rule.alone(ops, flat(p), state, lr, self._rate(group, number), learnt)
+                    new = rule.alone(ops, weights, state, lr, self._rate(group, number), learnt)
                 else:
-                    weights, state = rule.meet(ops, flat(p), flat(merged[self._names[p]]), state, lr, share, learnt)
-                p.copy_(weights.view(p.shape))
-                self._keep(p, taken, state)
+                    new = rule.meet(ops, weights, flat(merged[self._names[p]]), state, lr, share, learnt)
+                self._update(p, taken, *new)
             group["step"] = number
             if merged is not None:
                 group["rates"] = 0.0
             if learns:
-                group["learn_at"] = zero_one.next_learning(number, learnt, self._scaler)
+                group["learn_at"] = self._schedule.next_learning(number, learnt)
         self.grace.rollback.release()
 
     def _rate(self, group: Mapping[str, Any], number: int) -> float:
