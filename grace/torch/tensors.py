@@ -1,4 +1,4 @@
-"""PyTorch's tensors as the core describes them."""
+"""PyTorch's parameters and gradients as the core describes them, and hooks that keep no object alive."""
 
 from __future__ import annotations
 

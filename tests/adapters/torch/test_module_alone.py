@@ -1,7 +1,8 @@
-"""Dense gradients of a registered plain model, in a single process."""
+"""Dense gradients of a registered plain model, and a dropped step, in a single process."""
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
@@ -53,3 +54,16 @@ def test_dense_gradients_share_allreduces(monkeypatch):
     # From the last parameter on. The gradient of two floats an element, and that of float64, share with none.
     expected = [(torch.float32, 110), (torch.float32, 200), (torch.float64, 90), (torch.float32, 150)]
     assert lengths == [[*expected, (torch.float32, 110)]] * 3
+
+
+def test_a_dropped_step_keeps_the_change_with_which_it_began():
+    """The compressor "auto" changes its method there."""
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    config = {"compressor": "topk", "compress_ratio": 0.1}
+    optimizer = grace.torch.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), config=config)
+    change = functools.partial(optimizer.grace.change, compress_ratio=0.5)
+    with mock.patch.object(optimizer.grace, "step_begins", change):
+        weight.square().sum().backward()
+    optimizer.grace.discard()
+    (item,) = optimizer.grace.plan.exchanged
+    assert item.compressor.compress_ratio == 0.5
