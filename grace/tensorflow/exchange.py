@@ -22,7 +22,6 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment, Unit
 from grace.core.session import exchange as core
-from grace.core.session.meeting import weighed
 from grace.core.session.outer_setup import check_references, refuse_outer
 from grace.core.session.start import check_auto, check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
@@ -37,7 +36,6 @@ from grace.tensorflow.gradients import (
     names_of,
 )
 from grace.tensorflow.run import VariableRun, tensorflow_ops
-from grace.tensorflow.stage import Stage
 from grace.tensorflow.step import GraphStep
 from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
@@ -201,10 +199,15 @@ class Exchange(core.Exchange, tf.Module):
         return super().advise(steps)
 
     @property
+    def graph(self) -> GraphStep:
+        """The step as a graph, after `filled`."""
+        assert self._step is not None
+        return self._step
+
+    @property
     def transport(self) -> HorovodTransport:
         """The transport of the steps, after the first one."""
-        assert self._step is not None
-        return self._step.transport
+        return self.graph.transport
 
     def local_step(self, unit: Unit, ops: ArrayOps, ranks: int) -> LocalStep:
         """Return the local step of a unit as one graph, to time it."""
@@ -233,14 +236,10 @@ class Exchange(core.Exchange, tf.Module):
                 "start one process per device, for example by horovodrun."
             )
         names = self.names = names_of(variables, self.names)
-        sparse = (
-            [is_embedding(name) for name in names]
-            if gradients is None
-            else [
-                is_embedding(name) if gradient is None else isinstance(gradient, tf.IndexedSlices)
-                for name, gradient in zip(names, gradients, strict=True)
-            ]
-        )
+        sparse = [
+            is_embedding(name) if gradient is None else isinstance(gradient, tf.IndexedSlices)
+            for name, gradient in zip(names, gradients or [None] * len(names), strict=True)
+        ]
         specs = [
             TensorSpec(name, tuple(v.shape), self._dtype_of(v), device_of(v), sparse=rows)
             for name, v, rows in zip(names, variables, sparse, strict=True)
@@ -553,64 +552,11 @@ class Exchange(core.Exchange, tf.Module):
         differ.
         """
         step = self._agreed(gradients, zeros)
-        return step(gradients, absent, loss_scale, None, references=references)
-
-    def meet(
-        self, changes: Mapping[int, tf.Tensor], factor: tf.Tensor | None
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Exchange what some variables have moved, by their indices, at a meeting; call it after `filled`.
-
-        Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes `factor`
-        times its changes, or nothing if that is 0; None stands for 1.
-        """
-        step = self._step
-        assert step is not None
-        members, count = frozenset(changes), len(self._specs)
-        weighted = dict(zip(changes, weighed(tensorflow_ops("cpu"), [*changes.values()], factor), strict=True))
-        given = [weighted.get(i) for i in range(count)]
-
-        def exchanged(resting: bool) -> list[Gradient | None]:
-            found = step(given, frozenset(), None, members, resting)
-            return [x for i, x in enumerate(found) if i % count in members]
-
-        if factor is None:
-            found = exchanged(False)
-        else:
-            found = tf.cond(factor > 0, lambda: exchanged(False), lambda: exchanged(True))
-        return found[: len(members)], found[len(members) :]
-
-    def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
-        """Return whether the condition holds on all ranks. All ranks must call it, after `filled`."""
-        assert self._step is not None
-        return self._step.everywhere(condition)
-
-    def paces(self, places: Sequence[int]) -> tf.Tensor:
-        """Return the pace of the memory of each of these variables in the next step, in a graph."""
-
-        def of(stage: Stage) -> tf.Tensor:
-            pace_of = {item.spec.name: item.memory.pace for item in stage.plan.assignments}
-            return tf.constant([pace_of[self._specs[i].name] for i in places], tf.float64)
-
-        return self.run.select(of)
-
-    def is_foreign(self) -> tf.Tensor:
-        """Return whether another rank has saved the memories, or one of another number of ranks, in a graph."""
-        return self.run.is_foreign(self.rank, self.size)
-
-    def traffic(self) -> list[tf.Tensor]:
-        """Return the bytes of all meetings until now: those that this rank has sent, and those on the links."""
-        assert self._step is not None
-        return tf.unstack(self._step.traffic.read_value())
-
-    def means(self, tensors: Sequence[tf.Tensor], label: str, **options: Any) -> list[tf.Tensor]:
-        """Return uncompressed means; see `GraphStep.means`. Call it after `filled`."""
-        assert self._step is not None
-        return self._step.means(tensors, label, **options)
+        return step(gradients, absent=absent, loss_scale=loss_scale, references=references)
 
     def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool = True) -> list[tf.Tensor]:
         """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `filled`."""
-        assert self._step is not None
-        return self._step.mean_step(tensors, compares=compares)
+        return self.graph.mean_step(tensors, compares=compares)
 
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return gather(self.process_set, purpose, what, self.timeout)(mine[0])

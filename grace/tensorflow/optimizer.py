@@ -19,7 +19,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.core.config.config import Config, make_config, refuse_typos
+from grace.core.config.config import Config, make_config
 from grace.core.config.recommended import Optimizer, warn_of_pairs
 from grace.core.errors import ConfigError, StateError, StepError
 from grace.core.guards.agreement import Handshake
@@ -27,9 +27,8 @@ from grace.core.observe.announcement import warn
 from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan, early_warnings
 from grace.core.session.outer_graph import GraphOuter
-from grace.core.session.outer_setup import check_inner, check_outer, refuse_arguments_of_gradients, with_local_steps
-from grace.core.session.start import refuse_arguments
-from grace.core.transport.transport import TIMEOUT
+from grace.core.session.outer_setup import check_inner, check_outer, refuse_arguments_of_gradients
+from grace.core.session.start import Request, refuse_arguments
 from grace.tensorflow.branches import always, never
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, before_graphs, inside
@@ -90,30 +89,24 @@ def DistributedOptimizer(  # noqa: N802 - the field's name
     MismatchError on every rank if the ranks differ: in their configuration here, in their variables at the first step.
     """
     check_process(_WHERE, process_set)
-    timeout = TIMEOUT
-
-    def gather_unless_elastic(mine: Any) -> list[Any]:
-        # In elastic mode the handshake comes when states are synchronized: a new rank makes its optimizer while the
-        # others go on.
-        return [mine] if is_elastic() else gather(process_set, "optimizer", f"{_WHERE}()", timeout)(mine)
-
-    with Handshake(gather_unless_elastic, _WHERE) as handshake:
+    request = Request(config, options, DistributedOptimizer, _WHERE, local_steps)
+    # In elastic mode the handshake comes when states are synchronized: a new rank makes its optimizer while the others
+    # go on.
+    together = gather(process_set, "optimizer", f"{_WHERE}()", request.timeout)
+    with Handshake((lambda mine: [mine]) if is_elastic() else together, _WHERE) as handshake:
         refuse_arguments(options, _WHERE, REFUSED)
-        refuse_typos(options, DistributedOptimizer, _WHERE)
         _check(optimizer)
         # Raises ConfigError for a process set that is not registered with Horovod.
         transport = HorovodTransport(process_set, "")
         rank = transport.rank
         exchange = OptimizerExchange(
-            config,
+            request.config,
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
-            **with_local_steps(options, local_steps, _WHERE),
         )
         outer = exchange.config.outer
-        timeout = exchange.config.timeout
         exchange.optimizers = [
             # What outer steps exchange is no gradient.
             used if outer is None else used._replace(adaptive=False)
@@ -235,6 +228,8 @@ class OptimizerExchange(Exchange):
     takes_outer = True
     takes_references = False
     _optimizer: Any
+    #: What outer steps keep, if there are any and the variables are known.
+    outer: GraphOuter | None = None
     # The ranks of the process set of a saved optimizer, after loading.
     _saved_ranks: tuple[int, ...] | None = None
 
@@ -272,8 +267,7 @@ class OptimizerExchange(Exchange):
 
     def _make_others(self) -> None:
         if self.config.outer is not None:
-            made = outer_variables(self.config.outer, self._specs, self._optimizer, self._make_variable, _WHERE)
-            self._optimizer._outer = made
+            self.outer = outer_variables(self.config.outer, self._specs, self._optimizer, self._make_variable, _WHERE)
 
     def _drop_variables(self, variables: Sequence[tf.Variable]) -> None:
         optimizer, dropped = self._optimizer, {id(variable) for variable in variables}
@@ -298,39 +292,38 @@ class OptimizerExchange(Exchange):
         Raises StepError before the first step.
         """
         found = super().stats()
-        if self.config.outer is not None:
-            found["outer"] = self._optimizer._outer.stats(int(self._optimizer.inner_steps()), self.run.step, self)
+        if self.outer is not None:
+            found["outer"] = self.outer.stats(int(self._optimizer.inner_steps()), self.run.step, self.graph)
         return found
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Tell the user on rank 0 what is sent, and later what network would suffice."""
         super().announce(stages, step)
-        if self.config.outer is not None:
-            self._optimizer._outer.record.tells = self._logs
+        if self.outer is not None:
+            self.outer.record.tells = self._logs
 
     def common_weights(self) -> dict[str, tf.Tensor]:
         """Return copies of the weights that all ranks have in common; see `grace.core.session.exchange.Exchange`."""
-        if self.config.outer is None or not self.built:
+        if self.outer is None:
             return super().common_weights()
-        return {name: tf.identity(v) for name, v in zip(self.names, self._optimizer._outer.anchors, strict=True)}
+        return {name: tf.identity(v) for name, v in zip(self.names, self.outer.anchors, strict=True)}
 
     @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks. A broadcast must not change them."""
-        return super().of_this_rank + ([] if self.config.outer is None else self._optimizer._outer.variates)
+        return super().of_this_rank + ([] if self.outer is None else self.outer.variates)
 
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that Horovod has now; return the numbers of ranks before and now."""
-        if self.config.outer is not None:
-            self._optimizer._outer.ranks_changed()
+        if self.outer is not None:
+            self.outer.ranks_changed()
         return super().move()
 
     def _equal_variables(self) -> Sequence[tf.Variable | None]:
         # With outer steps, the weights of a rank are its own between two exchanges, and with pairs always.
-        if self.config.outer is None:
+        if self.outer is None:
             return super()._equal_variables()
-        anchors = self._optimizer._outer.anchors
-        return [None] * len(anchors) if self.config.outer.pairs else anchors
+        return [None] * len(self.outer.anchors) if self.outer.outer.pairs else self.outer.anchors
 
 
 class Exchanges:
@@ -381,8 +374,6 @@ class Distributed(Exchanges):
     _summed_passes = 1
     # The number of steps that an update takes for that of all.
     _steps: tf.Tensor | None = None
-    # What outer steps keep, if there are any and the variables are known.
-    _outer: GraphOuter
 
     def build(self, variables: Sequence[Any]) -> None:
         """Build the Keras optimizer and the exchange for these variables."""
@@ -478,11 +469,13 @@ class Distributed(Exchanges):
 
         The gradients are `scale` times as large as `apply` applies them. A step that it leaves out counts all the same.
         """
-        places, exchange, outer = self._places(grads, self._known(trainable_variables)), self.grace, self._outer
+        places, exchange = self._places(grads, self._known(trainable_variables)), self.grace
+        outer = exchange.outer
+        assert outer is not None
         check_outer(exchange.config, _WHERE, average=True, size=exchange.size)
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
         exchange.filled([tf.zeros_like(inside(v)) for v in self._trainable_variables])
-        outer.before(self.inner_steps(), exchange)
+        outer.before(self.inner_steps(), exchange.graph)
         taken = self._iterations.value.read_value() + 1
         complete = taken % (self.gradient_accumulation_steps or 1) == 0
         if self.gradient_accumulation_steps:
@@ -499,9 +492,9 @@ class Distributed(Exchanges):
         # A rank that leaves a step out, because its gradients are not finite, must meet the others after it.
         self._iterations.assign(taken)
         if self.gradient_accumulation_steps:
-            tf.cond(complete, always(lambda: outer.after(self.inner_steps(), exchange)), never)
+            tf.cond(complete, always(lambda: outer.after(self.inner_steps(), exchange.graph)), never)
         else:
-            outer.after(self.inner_steps(), exchange)
+            outer.after(self.inner_steps(), exchange.graph)
 
     def inner_steps(self) -> tf.Tensor:
         """Return the number of inner steps until now; each may accumulate the gradients of several passes."""
@@ -514,7 +507,8 @@ class Distributed(Exchanges):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update a variable by its gradient."""
-        begun = None if self.grace.config.outer is None else self._outer.begun(self._get_variable_index(variable))
+        outer = self.grace.outer
+        begun = None if outer is None else outer.begun(self._get_variable_index(variable))
         self._steps = None if begun is None else tf.cast(self.inner_steps(), tf.int64) - begun
         try:
             super().update_step(gradient, variable, learning_rate)
@@ -531,9 +525,9 @@ class Distributed(Exchanges):
 
     def note_loss(self, loss: Any) -> None:
         """Note a loss for outer steps. Raises StepError if it comes too early."""
-        outer = self.grace.config.outer
-        if outer is not None and self.built:
-            self._outer.note_loss(tf.cast(tf.reduce_mean(loss), tf.float64))
+        outer, kept = self.grace.config.outer, self.grace.outer
+        if kept is not None:
+            kept.note_loss(tf.cast(tf.reduce_mean(loss), tf.float64))
         elif outer is not None and outer.adapt == "loss":
             raise StepError(
                 "scale_loss() was called before the optimizer had variables; call "

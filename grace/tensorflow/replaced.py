@@ -56,7 +56,7 @@ def _with_one_decision(keras_apply: Any) -> Any:
             return
         grads = inner._filled(list(grads), trainable_variables)
         if inner.gradient_accumulation_steps:
-            factor = tf.where(inner.grace.everywhere(self.check_finite(grads)), 1.0, float("nan"))
+            factor = tf.where(inner.grace.graph.everywhere(self.check_finite(grads)), 1.0, float("nan"))
             keras_apply(self, _times(grads, factor), trainable_variables)
             return
         scale = self.dynamic_scale.value

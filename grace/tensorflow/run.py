@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,13 @@ from grace.core.ops import get_ops
 from grace.core.plan.plan import Plan
 from grace.core.plan.unit import Unit
 from grace.core.spec import Array, Ranks
-from grace.core.state.carry import carry, move, ranges_of, splice
+from grace.core.state.carry import carry, move
 from grace.core.state.checkpoint import entry_of
 from grace.core.state.checks import STATE_VERSION, alone, check_saved, show
 from grace.core.state.merge import Merge
 from grace.core.state.run import StagesCarrying
 from grace.core.state.states import Stages, States, UnitStates, initial, initial_states
+from grace.tensorflow.branches import always, never
 from grace.tensorflow.saved import check_finite
 from grace.tensorflow.stage import Stage, StateVariable
 
@@ -173,11 +174,10 @@ class VariableRun:
         self._carry(before, stage)
         self._count.assign(len(self._stages))
 
-    def _carry(self, before: Stage, after: Stage) -> tf.Tensor:
-        """Carry the states of one stage over to another. Return True; see `restore`."""
+    def _carry(self, before: Stage, after: Stage) -> None:
+        """Carry the states of one stage over to another."""
         size = self.ranks.size
         after.write(carry(before.plan, after.plan, before.read(), self._fresh, tensorflow_ops, size))
-        return tf.constant(True)
 
     def _fresh(self, unit: Unit) -> UnitStates:
         return initial(unit, tensorflow_ops(unit.spec.device), self._seed, rank=None)
@@ -228,58 +228,25 @@ class VariableRun:
             if name not in self._own
         }
 
-    def snapshot(self, *, memories: bool = True) -> list[tuple[StateVariable, tf.Tensor]]:
-        """Return the states of all stages with their values, or of all but those of memories."""
-        return [
-            (state, state.variable.read_value()) for state in self.states.values() if memories or state.kind != "memory"
-        ]
-
-    def restore(self, snapshot: Sequence[tuple[StateVariable, tf.Tensor]], *, memories: bool = True) -> tf.Tensor:
-        """Write the states of a snapshot back; without `memories`, those of memories start from zero.
-
-        Return False, because a branch of a graph must return a tensor.
-        """
-        for state, value in snapshot:
-            if memories or state.kind != "memory":
-                state.variable.assign(value)
-        if not memories:
-            _clear(*(state.variable for state in self.states.values() if state.kind == "memory"))
-        return tf.constant(False)
-
-    def restore_tensors(self, snapshot: Sequence[tuple[StateVariable, tf.Tensor]], names: Collection[str]) -> None:
-        """Write the states of some tensors back, even if their units also contain other tensors."""
-        before = {state.name: value for state, value in snapshot}
-        for stage in self._stages:
-            for name, unit in stage.plan.stateful.items():
-                ranges, ops = ranges_of(unit, names), tensorflow_ops(unit.spec.device)
-                for states in stage.variables[name].values() if ranges else ():
-                    kept = {key: state for key, state in states.items() if state.name in before}
-                    now = {key: state.variable.read_value() for key, state in kept.items()}
-                    old = {key: before[state.name] for key, state in kept.items()}
-                    for key, value in splice(unit, now, old, ranges, ops).items():
-                        kept[key].variable.assign(value)
-
-    def is_foreign(self, rank: int, size: int) -> tf.Tensor:
+    def is_foreign(self) -> tf.Tensor:
         """Return whether the memories come from the checkpoint of another rank, or of another number of ranks."""
         origin = self.origin.read_value()
-        return tf.logical_and(origin[0] >= 0, tf.reduce_any(origin != tf.constant([rank, size], tf.int32)))
+        return tf.logical_and(origin[0] >= 0, tf.reduce_any(origin != tf.constant(self.place, tf.int32)))
 
-    def belong_to(self, rank: int, size: int) -> None:
+    def belong_to_this_rank(self) -> None:
         """Set the memories to zero if they come from the checkpoint of another rank, or of another number of ranks.
 
         Asserts that a rank does not do so alone with a memory whose ranks belong together. It is traced into a graph.
         """
-        here, origin = tf.constant([rank, size], tf.int32), self.origin.read_value()
-        foreign = self.is_foreign(rank, size)
+        (rank, size), origin, foreign = self.place, self.origin.read_value(), self.is_foreign()
 
-        def forget() -> tf.Tensor:
+        def forget() -> None:
             tf.print(
                 "grace: rank", origin[0], "of", origin[1], "saved this checkpoint, and rank", rank, "of", size,
                 "loads it: residuals start from zero. To continue exactly, save and load one file per rank.",
                 output_stream=sys.stderr,
             )  # fmt: skip
             _clear(*self.of_this_rank)
-            return tf.constant(True)
 
         for memory in self._joint:
             error = alone(memory)
@@ -287,22 +254,18 @@ class VariableRun:
             allowed = tf.logical_or(tf.logical_not(foreign), origin[1] != size)
             tf.debugging.Assert(allowed, [f"{type(error).__name__}: {error}"])
         if self.of_this_rank:
-            tf.cond(foreign, forget, lambda: tf.constant(False))
-        self.origin.assign(here)
+            tf.cond(foreign, always(forget), never)
+        self.origin.assign(self.place)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Carry the states over if a stage begins with the next step. It is traced into a graph.
-
-        It must run before a snapshot for a rollback is taken, because it stays in effect even if the step is skipped.
-        """
+        """Carry the states over if a stage begins with the next step, also if that is skipped. It is traced."""
         step = self.counter
         again = [(self.live[-1], self.live[0])] if self.live[0].plan.cycle else []
         for before, stage in [*itertools.pairwise(self.live), *again]:
-            entering = functools.partial(self._carry, before, stage)
             now = (step > 0) & tf.equal(self.in_cycle(step), stage.first)
-            tf.cond(now, entering, lambda: tf.constant(False))
+            tf.cond(now, always(functools.partial(self._carry, before, stage)), never)
 
     def select(self, make: Callable[[Stage], Any]) -> Any:
         """Return make(stage), one tensor or several, for the stage of the next step. It is traced into a graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
@@ -13,10 +13,13 @@ import tensorflow as tf
 from grace.core.communicators.pairs import from_partner, partner_of, to_partner
 from grace.core.errors import MismatchError, StepError
 from grace.core.methods.memory import keeps_nothing
+from grace.core.session.meeting import weighed
 from grace.core.spec import TensorSpec
-from grace.core.state.states import States
+from grace.core.state.carry import splice_units
+from grace.core.state.states import States, UnitStates
 from grace.core.step.step import Step
 from grace.core.transport.collectives import KINDS, Kind, copies
+from grace.tensorflow.branches import always, never
 from grace.tensorflow.gradients import Gradient, as_kind, nbytes, signature_of
 from grace.tensorflow.replicas import Replicas
 from grace.tensorflow.run import tensorflow_ops
@@ -41,37 +44,50 @@ class GraphStep:
         self._states = exchange.run
         self._watch = Watch(transport.rank, transport.size, exchange.timeout, self._under_way)
         self._replicas = Replicas(exchange.config.check_replicas)
-        #: The bytes of all meetings of outer steps: those that this rank has sent, and those on the links.
-        self.traffic = made_outside([2], tf.float64)
+        # What outer steps look at; see `grace.core.session.outer_graph.GraphExchange`.
+        self.rank, self.size, self.seed = transport.rank, transport.size, exchange.config.seed
+        self.track_norms, self.buffers = exchange.track_norms, exchange.buffers
+        self.is_foreign = self._states.is_foreign
+        # What `traffic` returns.
+        self._traffic = made_outside([2], tf.float64)
         # The stages in the graphs that were traced.
         self._traced: list[Stage] | None = None
         # The graph of a step that compresses nothing, and the stages that it was traced for.
         self._mean_step: tuple[list[Stage], Any] | None = None
 
     def _trace(
-        self,
-        absent: frozenset[int],
-        scale: tf.DType | None,
-        only: frozenset[int] | None,
-        resting: bool,
-        second: bool,
+        self, absent: frozenset[int], scale: tf.DType | None, only: frozenset[int] | None, resting: bool, second: bool
     ) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
 
         With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps. A rank
         that is `resting` sends zeros. With `second`, there are second gradients as well.
         """
-        signature, count = [signature_of(spec, kind) for spec, kind in self._kinds], len(self._kinds)
+        exchange, transport, run = self._exchange, self.transport, self._states
 
-        def step(*given: Any) -> list[Gradient]:
-            references = given[count : 2 * count] if second else None
-            scale = given[len(signature) :]
-            return self._run(given[:count], references, absent, only, resting, *scale)
+        def step(gradients: Sequence[Gradient], references: Sequence[Gradient], scales: Sequence[tf.Tensor]) -> Any:
+            exchange.traces += 1
+            transport.end_turn([run.check_full(not second)])
+            self._begin(gradients, True)
+            run.belong_to_this_rank()
+            run.enter()
+            lr = exchange._learning_rate()
 
-        if second:
-            signature *= 2
+            def exchanged(stage: Stage) -> list[Gradient]:
+                return self._exchanged(stage, gradients, references, lr, absent, only, resting, *scales)
+
+            merged = list(run.select(exchanged))
+            results = tf.nest.flatten(merged, expand_composites=True)
+            transport.end_turn(results)
+            self._watch.end(results)
+            if exchange.advisor is not None:
+                self._tell(gradients, results)
+            kinds = itertools.cycle(self._kinds)
+            return [None if kind is None else x for (_, kind), x in zip(kinds, merged, strict=False)]
+
+        forms = [signature_of(spec, kind) for spec, kind in self._kinds]
         scales = [] if scale is None else [tf.TensorSpec([], scale)]
-        return tf.function(step, input_signature=[*signature, *scales], autograph=False)
+        return tf.function(step, input_signature=[forms, forms if second else [], scales], autograph=False)
 
     def _under_way(self) -> str:
         (first, _), *others = self._kinds
@@ -97,9 +113,10 @@ class GraphStep:
     def __call__(
         self,
         gradients: Sequence[Gradient | None],
-        absent: frozenset[int],
-        loss_scale: tf.Tensor | None,
-        only: frozenset[int] | None,
+        *,
+        absent: frozenset[int] = frozenset(),
+        loss_scale: tf.Tensor | None = None,
+        only: frozenset[int] | None = None,
         resting: bool = False,
         references: Sequence[Gradient | None] | None = None,
     ) -> list[Gradient | None]:
@@ -108,24 +125,57 @@ class GraphStep:
         A rank that is `resting` sends zeros, and keeps its memories. If outer steps follow what this rank has sent,
         that comes after the merged gradients.
         """
-        given: list[Any] = [
-            as_kind(None, "dense", spec) if gradient is None else gradient
-            for each in (gradients, references)
-            if each is not None
-            for (spec, _), gradient in zip(self._kinds, self.filled(each), strict=True)
-        ]
-        if loss_scale is not None:
-            given.append(loss_scale)
+
+        def given(some: Sequence[Gradient | None]) -> list[Gradient]:
+            pairs = zip(self._kinds, self.filled(some), strict=True)
+            return [as_kind(None, "dense", spec) if x is None else x for (spec, _), x in pairs]
+
         if self._traced is not self._states.live:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
-        scale = None if loss_scale is None else loss_scale.dtype
-        merged = _call(self._graph(absent, scale, only, resting, references is not None), given)
+        second, scales = references is not None, [] if loss_scale is None else [loss_scale]
+        graph = self._graph(absent, scales[0].dtype if scales else None, only, resting, second)
+        merged = _call(graph, given(gradients), given(references) if second else [], scales)
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
             for (spec, _), x in zip(itertools.cycle(self._kinds), merged, strict=False)
         ]
+
+    def meet(
+        self, changes: Mapping[int, tf.Tensor], factor: tf.Tensor | None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Exchange what some variables have moved, by their indices, at a meeting.
+
+        Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes `factor`
+        times its changes, or nothing if that is 0; None stands for 1.
+        """
+        members, count = frozenset(changes), len(self._kinds)
+        weighted = dict(zip(changes, weighed(tensorflow_ops("cpu"), [*changes.values()], factor), strict=True))
+        given = [weighted.get(i) for i in range(count)]
+
+        def exchanged(resting: bool) -> list[Gradient | None]:
+            found = self(given, only=members, resting=resting)
+            return [x for i, x in enumerate(found) if i % count in members]
+
+        if factor is None:
+            found = exchanged(False)
+        else:
+            found = tf.cond(factor > 0, lambda: exchanged(False), lambda: exchanged(True))
+        return found[: len(members)], found[len(members) :]
+
+    def paces(self, places: Sequence[int]) -> tf.Tensor:
+        """Return the pace of the memory of each of these variables in the next step."""
+
+        def of(stage: Stage) -> tf.Tensor:
+            pace_of = {item.spec.name: item.memory.pace for item in stage.plan.assignments}
+            return tf.constant([pace_of[self._kinds[i][0].name] for i in places], tf.float64)
+
+        return self._states.select(of)
+
+    def traffic(self) -> list[tf.Tensor]:
+        """Return the bytes of all meetings until now: those that this rank has sent, and those on the links."""
+        return tf.unstack(self._traffic.read_value())
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks. All ranks must call it."""
@@ -167,7 +217,7 @@ class GraphStep:
         """Count bytes that this rank sends at a meeting, and those that it hands to collectives."""
         if self._exchange.config.outer is not None:
             on_links = [tf.cast(x, tf.float64) * float(copies(kind, self.transport.size)) for kind, x in handed]
-            self.traffic.assign_add([sum(tf.cast(x, tf.float64) for x in sent), sum(on_links)])
+            self._traffic.assign_add([sum(tf.cast(x, tf.float64) for x in sent), sum(on_links)])
 
     def _of_partner(self, x: tf.Tensor, pairing: tf.Tensor, name: str) -> tf.Tensor:
         """Return the flat tensor of the other rank of a pair, or the same of a rank that is alone."""
@@ -195,7 +245,7 @@ class GraphStep:
 
             signature = [tf.TensorSpec(x.shape, x.dtype) for x in tensors]
             self._mean_step = live, tf.function(step, input_signature=signature, autograph=False)
-        return list(_call(self._mean_step[1], tensors))
+        return list(_call(self._mean_step[1], *tensors))
 
     def _begin(self, inputs: Sequence[Any], compares: bool) -> None:
         """Begin a step: see that the graph is valid, watch over the step, and compare the replicas."""
@@ -205,40 +255,6 @@ class GraphStep:
         self._watch.begin(run.counter, tf.nest.flatten(inputs, expand_composites=True)[:1])
         if compares:
             self._replicas.compare(self._exchange._weights(), run.shared_states, run.counter, self.transport)
-
-    def _run(
-        self,
-        gradients: Sequence[Gradient],
-        references: Sequence[Gradient] | None,
-        absent: frozenset[int],
-        only: frozenset[int] | None,
-        resting: bool,
-        loss_scale: tf.Tensor | None = None,
-    ) -> list[Gradient]:
-        exchange, transport, run = self._exchange, self.transport, self._states
-        rollback = exchange.config.rollback
-        exchange.traces += 1
-        self.transport.end_turn([run.check_full(references is None)])
-        self._begin(gradients, True)
-        run.belong_to(transport.rank, transport.size)
-        run.enter()
-        before = []
-        if absent or loss_scale is not None:
-            before = run.snapshot(memories=bool(absent) or rollback)
-        lr = exchange._learning_rate()
-        merged = list(run.select(lambda stage: self._exchanged(stage, gradients, references, lr, only, resting)))
-        results = tf.nest.flatten(merged, expand_composites=True)
-        if loss_scale is not None:
-            scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
-            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in scaled])
-            tf.cond(finite, lambda: tf.constant(True), lambda: run.restore(before, memories=rollback))
-        run.restore_tensors(before, {self._kinds[place][0].name for place in absent})
-        transport.end_turn(results)
-        self._watch.end(results)
-        if exchange.advisor is not None:
-            self._tell(gradients, results)
-        kinds = itertools.cycle(self._kinds)
-        return [None if kind is None else x for (_, kind), x in zip(kinds, merged, strict=False)]
 
     def _tell(self, gradients: Sequence[Gradient], results: Sequence[tf.Tensor]) -> None:
         """Let the graph tell the advisor when each dense gradient was there, and when all were merged."""
@@ -267,16 +283,18 @@ class GraphStep:
         self,
         stage: Stage,
         gradients: Sequence[Gradient],
-        references: Sequence[Gradient] | None,
+        references: Sequence[Gradient],
         lr: tf.Tensor | None,
+        absent: frozenset[int],
         only: frozenset[int] | None,
         resting: bool,
+        loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
         exchange, transport = self._exchange, self.transport
         follows = exchange.config.outer is not None and exchange.config.outer.follows_sent
         given = {spec.name: gradient for (spec, _), gradient in zip(self._kinds, gradients, strict=True)}
         numbers = {name: number for number, name in enumerate(given)}
-        second = {} if references is None else dict(zip(given, references, strict=True))
+        second = dict(zip(given, references, strict=False))
         plan, merged, reduced = stage.plan, dict[str, Gradient](), list[Any]()
         if only is not None and len(only) < len(given):
             plan, merged = plan.only({name for name, i in numbers.items() if i in only}), dict(given)
@@ -302,7 +320,7 @@ class GraphStep:
             track_norms=exchange.track_norms,
             keeps_own=follows,
             times=exchange.times,
-            full=plan.period > 0 and references is None,
+            full=plan.period > 0 and not references,
         )
         for item in plan.exchanged:
             if resting:
@@ -311,7 +329,7 @@ class GraphStep:
                 step.ready(item.spec.name, given[item.spec.name], lr, second.get(item.spec.name))
         outcome = step.finish()
         merged.update(outcome.merged)
-        stage.write(outcome.states.units)
+        self._commit(stage, outcome.states.units, [merged[name] for name in given], absent, loss_scale)
         stage.note(outcome.notes)
         handed: list[tuple[Kind, Any]] = [(kind, x) for (kind, _), x in outcome.notes.items() if kind in KINDS]
         sent = [x for (kind, _), x in outcome.notes.items() if kind == "bucket"]
@@ -326,8 +344,39 @@ class GraphStep:
         own = {name: x for name, x in outcome.own.items() if keeps_nothing(memories[name]) or memories[name].pace}
         return [merged[name] for name in given] + [own.get(name, x) for name, x in given.items()]
 
+    def _commit(
+        self,
+        stage: Stage,
+        units: dict[str, UnitStates],
+        merged: Sequence[Gradient],
+        absent: frozenset[int],
+        loss_scale: tf.Tensor | None,
+    ) -> None:
+        """Write the new states of a step, except what they hold of absent variables; not if the step is skipped.
 
-def _call(graph: Any, given: Sequence[Any]) -> Any:
+        Without roll-back, memories start from zero after a skipped step.
+        """
+        if not absent and loss_scale is None:
+            stage.write(units)
+            return
+        before, untrained = stage.read(), {self._kinds[place][0].name for place in absent}
+        restarted: dict[str, UnitStates] = {
+            name: {**states, "memory": {key: tf.zeros_like(x) for key, x in states["memory"].items()}}
+            for name, states in before.items()
+        }
+        for new in (units, restarted):
+            splice_units(stage.plan, new, before, untrained, tensorflow_ops)
+        if loss_scale is None:
+            stage.write(units)
+            return
+        results = tf.nest.flatten(list(merged), expand_composites=True)
+        scaled = [x * tf.cast(loss_scale, x.dtype) for x in results if x.dtype.is_floating]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(x)) for x in scaled])
+        otherwise = never if self._exchange.config.rollback else always(lambda: stage.write(restarted))
+        tf.cond(finite, always(lambda: stage.write(units)), otherwise)
+
+
+def _call(graph: Any, *given: Any) -> Any:
     """Call the graph of a step. Raises MismatchError if it says that the replicas differ."""
     try:
         return graph(*given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,16 +11,6 @@ import tensorflow as tf
 from grace.core.errors import ConfigError
 from grace.core.transport.collectives import Collective
 from grace.core.transport.transport import Done, Handle, Transport, known_local_size
-
-
-@dataclass(frozen=True)
-class _Tensor(Handle):
-    """The result of a collective. The graph itself waits for it: readers of the tensor run after the collective."""
-
-    result: tf.Tensor | list[tf.Tensor]
-
-    def wait(self) -> tf.Tensor | list[tf.Tensor]:
-        return self.result
 
 
 def check_process(where: str, process_set: Any) -> None:
@@ -47,6 +36,7 @@ def local_size_of(process_set: Any) -> int:
 class HorovodTransport(Transport):
     """Named collectives of Horovod within one process set, to be traced into a graph. `rank` is -1 outside the set.
 
+    Handles are done at once: the graph itself waits, as readers of a tensor run after the collective that it is of.
     `prefix` makes the names of several exchanges unique. Raises ConfigError for a process set that is not registered
     with Horovod.
     """
@@ -121,17 +111,17 @@ class HorovodTransport(Transport):
         if kind == "alltoall":
             splits = tf.stack([tf.size(part) for part in collective.buffers])
             x = self._at_run_time(tf.concat(list(collective.buffers), 0))
-            return _Tensor(self._kept(hvd.alltoall(x, splits=splits, **named)[0]))
+            return Done(self._kept(hvd.alltoall(x, splits=splits, **named)[0]))
         x = self._at_run_time(x)
         if kind == "allreduce":
             op = {"sum": hvd.Sum, "max": hvd.Max}[collective.op]
-            return _Tensor(self._kept(hvd.allreduce(x, op=op, **named)))
+            return Done(self._kept(hvd.allreduce(x, op=op, **named)))
         if kind == "broadcast":
             # Horovod expects the root as a global rank, even within a process set.
-            return _Tensor(self._kept(hvd.broadcast(x, self._process_set.ranks[collective.root], **named)))
+            return Done(self._kept(hvd.broadcast(x, self._process_set.ranks[collective.root], **named)))
         if collective.equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
-            return _Tensor(self._gather_of_two(x, name))
-        return _Tensor(self._kept(hvd.allgather(x, **named)))
+            return Done(self._gather_of_two(x, name))
+        return Done(self._kept(hvd.allgather(x, **named)))
 
     def _gather_of_two(self, x: tf.Tensor, name: str) -> list[tf.Tensor]:
         """Gather the byte buffers of two ranks, of equal length, by an allreduce.

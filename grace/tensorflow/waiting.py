@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -36,23 +37,19 @@ def gather(process_set: Any, purpose: str, what: str, timeout: float = TIMEOUT) 
     rank, size = process_set.rank(), len(process_set.ranks)
 
     def joined(data: bytes) -> bytes:
-        results: list[bytes] = []
-        errors: list[Exception] = []
+        received: Future[bytes] = Future()
 
         def run() -> None:
             try:
                 sent = tf.constant(np.frombuffer(data, np.uint8))
-                results.append(hvd.allgather(sent, name=name, process_set=process_set).numpy().tobytes())
+                received.set_result(hvd.allgather(sent, name=name, process_set=process_set).numpy().tobytes())
             except Exception as error:
-                errors.append(error)
+                received.set_exception(error)
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        thread.start()
+        threading.Thread(target=run, name=name, daemon=True).start()
         told = f"{what} (collective '{name}')"
-        wait_until(lambda: not thread.is_alive(), lambda: told, rank=rank, size=size, timeout=timeout)
-        if errors:
-            raise errors[0]
-        return results[0]
+        wait_until(received.done, lambda: told, rank=rank, size=size, timeout=timeout)
+        return received.result()
 
     return lambda mine: gather_objects(mine, size, joined)
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from grace.core.config.config import Config
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.ops.composites import ArrayOps
@@ -36,17 +35,13 @@ MakeVariable = Callable[[str, Array], Variable]
 class GraphExchange(Protocol):
     """The exchange of a framework that traces graphs, for the ranks of a meeting."""
 
-    config: Config
+    seed: int
     rank: int
+    #: Number of ranks.
+    size: int
     track_norms: bool
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def buffers(self) -> Sequence[Variable]:
-        """The buffers of the model that meet."""
+    #: The buffers of the model that meet.
+    buffers: Sequence[Variable]
 
     def meet(self, changes: Mapping[int, Array], factor: Array | None) -> tuple[Sequence[Array], Sequence[Array]]:
         """Return the means of changes over all ranks, and what this rank has sent if outer steps follow that."""
@@ -243,7 +238,7 @@ class GraphOuter:
         outer, warm = self.outer, self.outer.warmup * self.outer.count
         rounds = meetings // outer.count if meetings <= warm else outer.warmup + meetings - warm
         every = self._period(int(self._met), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
-        factor = outer.factor(steps + 1, rounds, exchange.rank, exchange.size, exchange.config.seed)
+        factor = outer.factor(steps + 1, rounds, exchange.rank, exchange.size, exchange.seed)
         return self.record.stats(steps, rounds, every=every, participates=factor > 0)
 
     def _exchanged(
@@ -357,7 +352,7 @@ class GraphOuter:
         def draw(step: int, rounds: int) -> float:
             # Of any fragment; they take turns after the warm-up.
             before = outer.warmup + (rounds - outer.warmup) * outer.count + fragment
-            return outer.factor(step, before, rank, size, exchange.config.seed)
+            return outer.factor(step, before, rank, size, exchange.seed)
 
         return self._ops.computed(draw, taken, self._rounds if self._counts else 0, dtype="float64")
 

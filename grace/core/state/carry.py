@@ -222,17 +222,17 @@ def _recut(
 def splice_units(
     plan: Plan,
     states: dict[str, UnitStates],
-    memory_of: Mapping[str, State],
+    others: Mapping[str, UnitStates],
     tensors: Collection[str],
     ops: Callable[[str], ArrayOps],
 ) -> None:
-    """Write what other states of memories, by unit, hold for some tensors into the states of the units of a plan."""
-    for name, memory in memory_of.items():
+    """Write what other states hold for some tensors into the states of the units of a plan."""
+    for name, other in others.items():
         unit = plan.stateful[name]
-        ranges = ranges_of(unit, tensors)
-        if ranges:
-            spliced = splice(unit, states[name]["memory"], memory, ranges, ops(unit.spec.device))
-            states[name] = {**states[name], "memory": spliced}
+        if ranges := ranges_of(unit, tensors):
+            to, now = ops(unit.spec.device), states[name]
+            spliced = {kind: splice(unit, now[kind], state, ranges, to) for kind, state in other.items()}
+            states[name] = {**now, **spliced}
 
 
 def _keep_fitting(old: State, fresh: State) -> State:
@@ -266,7 +266,7 @@ def ranges_of(unit: Unit, tensors: Collection[str]) -> list[tuple[int, int]]:
 
 
 def splice(unit: Unit, memory: State, other: State, ranges: Sequence[tuple[int, int]], ops: ArrayOps) -> State:
-    """Return the state of a unit's memory with what another state has for ranges of elements.
+    """Return the state of a unit's memory or compressor with what another state has for ranges of elements.
 
     If they are all of the unit's elements, it is the other state.
     """

@@ -219,8 +219,8 @@ class Run:
             old = self._fill(before[module])
             units = old.units if old.plan is now.plan else self._carry(old.plan, now.plan, old.units)
             if tensors is not None:
-                old_memories, units = {name: s["memory"] for name, s in units.items()}, dict(now.units)
-                splice_units(now.plan, units, old_memories, tensors, self._ops)
+                memories, units = {name: {"memory": s["memory"]} for name, s in units.items()}, dict(now.units)
+                splice_units(now.plan, units, memories, tensors, self._ops)
             new[module] = now._replace(units=units)
         self._go_to(new)
 

@@ -30,7 +30,7 @@ from grace.core.observe.timeline import Times
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Bucket
 from grace.core.plan.unit import Assignment, Unit
-from grace.core.spec import NO_STATE, Array, State
+from grace.core.spec import NO_STATE, Array
 from grace.core.state.carry import ranges_of, splice, splice_units
 from grace.core.state.states import States, UnitStates, first_memory
 from grace.core.step.assembly import Incoming, Outgoing
@@ -98,7 +98,7 @@ class Step:
         self._resting: set[str] = set()
         # Those of them that may rest on this rank only.
         self._alone: set[str] = set()
-        self._kept: dict[str, State] = {}
+        self._kept: dict[str, UnitStates] = {}
         # Of the buckets that are completed: new states, what compressors learn from, and notes.
         self._new: dict[str, UnitStates] = {}
         self._tallies: dict[str, tuple[UnitStep, tuple[Array, Array]]] = {}
@@ -140,7 +140,7 @@ class Step:
                 if not self._rollback and not self._owned:
                     # It comes back, and others have its arrays: later steps must not write over them.
                     memory = {key: self._ops(each.spec.device).copy(x) for key, x in memory.items()}
-                self._kept[name] = memory
+                self._kept[name] = {"memory": memory}
 
     def ready_in_parts(self, name: str, parts: Sequence[Array]) -> None:
         """Do what `ready` does with a gradient whose elements lie in several flat parts."""

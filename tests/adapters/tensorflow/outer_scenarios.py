@@ -217,7 +217,7 @@ def tf_outer_of_others() -> dict[str, Any]:
         return kept, again
 
     def held(kept: Kept) -> float:
-        return float(sum(np.abs(v.numpy()).sum() for v in kept.optimizer._outer.variates))
+        return float(sum(np.abs(v.numpy()).sum() for v in kept.optimizer.grace.outer.variates))
 
     kept, again = loaded("variates")
     before = [held(kept), held(again)]
@@ -226,7 +226,7 @@ def tf_outer_of_others() -> dict[str, Any]:
     kept.optimizer.grace.move()
     _, paired = loaded("pairs")
     return {
-        "own": all(id(v) in own for v in kept.optimizer._outer.variates),
+        "own": all(id(v) in own for v in kept.optimizer.grace.outer.variates),
         "before": before,
         "after": [held(kept), held(again)],
         "pairs": error_of(lambda: paired.step(hvd.rank(), 5)),

@@ -298,7 +298,7 @@ def tf_outer_beside() -> dict[str, Any]:
                 fit(alone, 1, start=step - 1)
                 if name == "fragments" and step % 2 == 0:
                     # The first one meets in the middle of a period, and the second one at its end.
-                    for i in model.optimizer._outer.fragments[step % 4 == 0]:
+                    for i in model.optimizer.grace.outer.fragments[step % 4 == 0]:
                         v = alone.trainable_variables[i]
                         change = anchors[i] - hvd.allreduce(v.value, op=hvd.Average, name=f"part.{i}").numpy()
                         moved[i] = 0.9 * moved[i] + change

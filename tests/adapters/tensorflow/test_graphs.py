@@ -22,6 +22,7 @@ from grace.core.plan.plan import make_plans
 from grace.core.plan.unit import offsets
 from grace.core.session.simulation import SimulatedTransport
 from grace.core.spec import Ranks, TensorSpec
+from grace.core.state.carry import splice_units
 from grace.core.state.run import Run
 from grace.core.state.states import States
 from grace.core.state.stored import narrow, widen
@@ -313,7 +314,7 @@ def test_no_rank_starts_from_zero_alone_in_a_graph(saved_by, allowed):
     stages = make_plans([TensorSpec("w", (64,))], dore, ranks=Ranks(2))
     run = VariableRun(stages, lambda name, x: tf.Variable(x, trainable=False), seed=0, rank=1, ranks=Ranks(2))
     run.origin.assign(saved_by)
-    step = tf.function(lambda: run.belong_to(1, 2))
+    step = tf.function(run.belong_to_this_rank)
     if allowed:
         step()
         assert run.origin.numpy().tolist() == [1, 2]
@@ -337,25 +338,19 @@ def test_a_stored_residual_of_one_tensor_of_a_unit_returns():
     """Its integers share blocks, and scales, with those of the other tensor."""
     import tensorflow as tf
 
-    from grace.tensorflow.run import VariableRun
-
     memory = {"name": "residual", "residual_dtype": "int8"}
     chosen = grace.make_config(compressor="topk", memory=memory, granularity="bucket", default_rules=False)
-    stages = make_plans([TensorSpec("v", (30,)), TensorSpec("w", (40,))], chosen, ranks=Ranks(2))
-    run = VariableRun(stages, lambda name, x: tf.Variable(x, trainable=False), seed=0, rank=0, ranks=Ranks(2))
-    ((name, unit),) = run.plan.stateful.items()
-    held, ops = run.stage.variables[name]["memory"], get_ops("tensorflow")
+    ((_, plan),) = make_plans([TensorSpec("v", (30,)), TensorSpec("w", (40,))], chosen, ranks=Ranks(2))
+    ((name, unit),) = plan.stateful.items()
+    ops = get_ops("tensorflow")
 
-    def write(values):
-        for key, value in narrow(unit, {"residual": tf.constant(values, tf.float32)}, ops).items():
-            held[key].variable.assign(value)
+    def stored(values):
+        return {name: {"memory": narrow(unit, {"residual": tf.constant(values, tf.float32)}, ops)}}
 
     before, after = (np.random.default_rng(n).standard_normal(70) * size for n, size in enumerate((1, 10)))
-    write(before)
-    snapshot = run.snapshot()
-    write(after)
-    run.restore_tensors(snapshot, {"w"})
-    found = widen(unit, {key: state.variable.read_value() for key, state in held.items()}, ops)["residual"].numpy()
+    states = stored(after)
+    splice_units(plan, states, stored(before), {"w"}, lambda device: ops)
+    found = widen(unit, states[name]["memory"], ops)["residual"].numpy()
     places = {piece.tensor: slice(start, start + piece.numel) for piece, start in offsets(unit)}
     for tensor, expected in (("v", after), ("w", before)):
         assert np.abs(found - expected)[places[tensor]].max() <= np.abs(after).max() / 127
