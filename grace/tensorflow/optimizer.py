@@ -476,8 +476,7 @@ class Distributed(Exchanges):
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
         exchange.filled([tf.zeros_like(inside(v)) for v in self._trainable_variables])
         outer.before(self.inner_steps(), exchange.graph)
-        taken = self._iterations.value.read_value() + 1
-        complete = taken % (self.gradient_accumulation_steps or 1) == 0
+        taken, complete = self._iterations.value.read_value() + 1, self.completes
         if self.gradient_accumulation_steps:
             # Keras accumulates rows in a dense array.
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -495,6 +494,11 @@ class Distributed(Exchanges):
             tf.cond(complete, always(lambda: outer.after(self.inner_steps(), exchange.graph)), never)
         else:
             outer.after(self.inner_steps(), exchange.graph)
+
+    @property
+    def completes(self) -> tf.Tensor:
+        """True if the next pass is the last one of an inner step."""
+        return (self._iterations.value.read_value() + 1) % (self.gradient_accumulation_steps or 1) == 0
 
     def inner_steps(self) -> tf.Tensor:
         """Return the number of inner steps until now; each may accumulate the gradients of several passes."""

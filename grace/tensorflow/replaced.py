@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from grace.core.errors import ConfigError
+from grace.tensorflow.branches import always
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.optim.exchanging import Exchanging
 from grace.tensorflow.optimizer import Distributed, innermost
@@ -44,15 +45,9 @@ def _with_one_decision(keras_apply: Any) -> Any:
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
         if inner.grace.config.outer is not None:
-            if inner.gradient_accumulation_steps:
-                raise ConfigError(
-                    "grace.tensorflow: with local_steps and outer, dynamic loss scaling cannot be combined with "
-                    "gradient_accumulation_steps, because the gradients of a pass that overflows would be missing in "
-                    "their sum; leave one of the two out, or train in float32 or bfloat16."
-                )
             # Ranks have scales of their own, and leave steps out on their own.
             scale = self.dynamic_scale.value.read_value()
-            inner.apply_locally(list(grads), trainable_variables, partial(keras_apply, self), scale)
+            inner.apply_locally(list(grads), trainable_variables, partial(_apply_once, self, keras_apply), scale)
             return
         grads = inner._filled(list(grads), trainable_variables)
         if inner.gradient_accumulation_steps:
@@ -66,6 +61,28 @@ def _with_one_decision(keras_apply: Any) -> Any:
             keras_apply(self, merged, trainable_variables)
 
     return apply
+
+
+def _apply_once(
+    scaling: Any, keras_apply: Any, grads: Sequence[Gradient | None], variables: Sequence[Any] | None
+) -> None:
+    """Apply gradients, and check those of all passes of an inner step together, as a GradScaler of PyTorch does.
+
+    If Keras checked each pass, the gradients of one that overflows would be missing in the sum. The sum of the passes
+    is not finite if one of them is not, and the inner step is left out as a whole.
+    """
+    inner = scaling.inner_optimizer
+    if not inner.gradient_accumulation_steps:
+        keras_apply(scaling, grads, variables)
+        return
+
+    def last() -> None:
+        factor = tf.where(scaling.check_finite(inner._accumulated_gradients), 1.0, float("nan"))
+        keras_apply(scaling, _times(grads, factor), variables)
+        inner._backend_reset_gradient_accumulators()
+
+    before = partial(inner.apply, _times(grads, 1.0 / scaling.dynamic_scale.value), variables)
+    tf.cond(inner.completes, always(last), always(before))
 
 
 def _noting(keras_scale: Any) -> Any:

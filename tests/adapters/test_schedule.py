@@ -217,7 +217,6 @@ def test_what_no_graph_can_do_is_refused(launch):
         assert "begin with one number, and those of drawn differ" in errors[3]
         assert "backward_passes_per_step would have no effect" in errors[4]
         assert "it exchanges gradients and cannot take outer steps" in errors[5]
-        assert "dynamic loss scaling cannot be combined with gradient_accumulation_steps" in errors[6]
 
 
 @on(TWO_TENSORFLOW)

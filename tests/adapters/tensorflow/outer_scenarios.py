@@ -123,13 +123,14 @@ class Passes:
     """An optimizer whose inner steps take two passes each, or leave out what is not finite; and the reference of it."""
 
     def __init__(self, name: str) -> None:
-        self.config, self.outer = CASES["fragments" if name == "accumulated" else "variates"]
-        self.passes = 2 if name == "accumulated" else 1
+        # Each pass less the control variates, which are no numbers of few bits, is rounded.
+        self.config, self.outer = CASES["fragments" if name.startswith("accumulated") else "variates"]
+        self.passes = 2 if name.startswith("accumulated") else 1
         inner = wrap(self.config, keras.optimizers.SGD(LR), outer=self.outer)
-        if name == "accumulated":
+        if self.passes > 1:
             inner.gradient_accumulation_steps = self.passes
         self.grace = inner.grace
-        self.scaled = name == "overflow"
+        self.scaled = name.endswith("overflow")
         inner.loss_scale_factor = 2.0 if name == "scaled" else None
         self.factor = 2.0 if name == "scaled" else 1.0
         self.optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**8) if self.scaled else inner
@@ -160,10 +161,10 @@ def tf_outer_passes(name: str) -> dict[str, Any]:
             moved.append(own if case.overflows(each, step) else {key: own[key] + steps[key] for key in SHAPES})
         weights = sim.step(moved, lr=LR)
         factor = float(case.optimizer.scale_loss(tf.constant(1.0 + step)) / (1.0 + step))
-        if case.overflows(rank, step):
-            factor = float("inf")
-        for g in case.gradients(rank, step):
-            result = kept.apply({key: factor * x for key, x in g.items()})
+        for number, g in enumerate(case.gradients(rank, step)):
+            # The first pass overflows, or the last one.
+            lost = case.overflows(rank, step) and number == step % case.passes
+            result = kept.apply({key: (np.float32("inf") if lost else factor) * x for key, x in g.items()})
         equal.append(same(result, weights[rank]))
         losses.append(case.grace.stats()["outer"]["loss"])
     scale = float(case.optimizer.dynamic_scale) if case.scaled else case.factor

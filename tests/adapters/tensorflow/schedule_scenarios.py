@@ -431,8 +431,6 @@ def tf_outer_refusals() -> list[str]:
     """Wrap with what a graph or a tape cannot do; return the errors."""
     taken = keras.optimizers.SGD()
     taken.apply([tf.constant([1.0])], [tf.Variable([1.0])])
-    accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
-    scaling = keras.optimizers.LossScaleOptimizer(wrap(FIRST, accumulating, outer="local_sgd"))
     return [
         error_of(lambda: wrap(FIRST, keras.optimizers.Nadam(), outer={"every": 4, "state": "reset"})),
         error_of(lambda: wrap(FIRST, taken, outer={"every": 4, "state": "reset"})),
@@ -440,7 +438,6 @@ def tf_outer_refusals() -> list[str]:
         error_of(lambda: wrap(FIRST, Started(), outer={"every": 4, "state": "reset"}).build([tf.Variable([1.0, 1.0])])),
         error_of(lambda: wrap(FIRST, outer="diloco", backward_passes_per_step=2)),
         error_of(lambda: DistributedGradientTape(tf.GradientTape(), config={**FIRST, "outer": "diloco"})),
-        error_of(lambda: scaling.apply([tf.constant([1.0])], [tf.Variable([1.0])])),
     ]
 
 
