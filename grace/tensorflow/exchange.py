@@ -22,7 +22,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.plan.plan import Plan, make_plans
 from grace.core.plan.unit import Assignment, Unit
 from grace.core.session import exchange as core
-from grace.core.session.outer_setup import check_references, refuse_outer
+from grace.core.session.outer_setup import check_references, follows_steps, refuse_outer
 from grace.core.session.start import check_auto, check_predivide, describe, is_mean
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec
 from grace.tensorflow.gradients import (
@@ -100,6 +100,8 @@ class Exchange(core.Exchange, tf.Module):
         self.names: tuple[str, ...] = ()
         self.traces = 0
         self._variables: list[tf.Variable] = []
+        # The weights at which second gradients are computed, equal on all ranks; none before the first `evaluate`.
+        self._earlier: list[tf.Variable] = []
         # In elastic mode, `grace.tensorflow.KerasState` sets `synchronized`.
         self.elastic, self.synchronized = is_elastic(), False
         self.times, self._track_norms = GraphTimes(), False
@@ -387,15 +389,15 @@ class Exchange(core.Exchange, tf.Module):
 
     def snapshot(self) -> tuple[Config, list[Config], list[tf.Tensor]]:
         """Return a copy of everything that changes between steps: configuration, those before it, and all values."""
-        return self.config, [*self.history], [tf.identity(variable) for variable in self.run.variables]
+        return self.config, [*self.history], [tf.identity(v) for v in (*self.run.variables, *self._earlier)]
 
     def go_back(self, config: Config, history: list[Config], values: Sequence[tf.Tensor]) -> None:
         """Return to a copy made among the same ranks. If `change` was called since, steps must be traced again."""
         if len(self.history) != len(history):
             self.config, self.history = config, [*history]
             self._remake()
-        for variable, value in zip(self.run.variables, values, strict=True):
-            variable.assign(value)
+        # A copy made before the first step has no earlier weights, which that step makes.
+        _assign([*self.run.variables, *self._earlier][: len(values)], values)
 
     def move(self) -> tuple[int, int]:
         """Go on with the ranks that Horovod has now; return the numbers of ranks before and now.
@@ -558,6 +560,70 @@ class Exchange(core.Exchange, tf.Module):
         """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `filled`."""
         return self.graph.mean_step(tensors, compares=compares)
 
+    @tf.autograph.experimental.do_not_convert
+    def evaluate(
+        self,
+        closure: Callable[[], Sequence[Gradient | None]],
+        *,
+        full: bool | None = None,
+        restored: Sequence[Any] = (),
+    ) -> list[Gradient | None]:
+        """Exchange the gradients of a closure, and those at earlier weights as well if a memory needs second gradients.
+
+        `closure()` returns one gradient per variable, in the order of `build`: of all data if `full_round` is true,
+        else of a batch. For second gradients it is called at earlier weights, then again at those of now. Between the
+        two, the variables `restored` return to what they were: with `model.non_trainable_variables`, both calls draw
+        the same random numbers, and BatchNorm counts a batch once. Inside a `tf.function`, `full` must have the value
+        of `full_round`, which is known outside only. The earlier weights are a part of checkpoints. Raises StepError
+        before `build` and inside a `tf.function` without `full`, ConfigError if some tensors need gradients at other
+        weights than others, and the errors of a call.
+        """
+        plans = [stage.plan for stage in self.run.live]
+        if not any(plan.period for plan in plans):
+            return self(closure())
+        if full is None and not tf.executing_eagerly():
+            raise StepError(
+                "evaluate: inside a tf.function, the kind of the step is not known, received full = None; call the "
+                "function with exchange.full_round, and pass that as full."
+            )
+        full = self.full_round if full is None else full
+        follows = follows_steps((item for plan in plans for item in plan.exchanged), "grace.tensorflow.Exchange")
+        weights, second = [watched() for watched in self._watched], None
+        earlier = self._make_earlier(weights)
+        if not full:
+            before = [(v, v.read_value()) for v in (*map(inside, restored), *weights)]
+            try:
+                _assign(weights, earlier)
+                second = closure()
+            finally:
+                _assign(*zip(*before, strict=True))
+        merged = self(closure(), references=second)
+        if full or follows:
+            _assign(earlier, weights)
+        return merged
+
+    def _make_earlier(self, weights: Sequence[Any]) -> Sequence[tf.Variable]:
+        """Return the variables of earlier weights; make them of those of now if there are none."""
+        if not self._earlier:
+            with before_graphs():
+                for v in weights:
+                    # As with `_variables`, a checkpoint that was restored earlier fills it here.
+                    self._earlier.append(tf.Variable(v, trainable=False))
+        return self._earlier
+
+    def _saved(self, run: Any) -> dict[str, Any]:
+        earlier = {name: v.numpy() for name, v in zip(self.names, self._earlier, strict=False)}
+        return {**super()._saved(run), **({"earlier": earlier} if earlier else {})}
+
+    def _load(self, run: Any, rank: int, state: Any) -> tuple[bool, str]:
+        result = super()._load(run, rank, state)
+        # Equal on all ranks.
+        saved = (state[0] if isinstance(state, list) else state).get("earlier", {})
+        if saved or self._earlier:
+            weights = [watched() for watched in self._watched]
+            _assign(self._make_earlier(weights), [saved.get(*pair) for pair in zip(self.names, weights, strict=True)])
+        return result
+
     def _gather(self, mine: Sequence[Any], purpose: str, what: str) -> list[Any]:
         return gather(self.process_set, purpose, what, self.timeout)(mine[0])
 
@@ -572,3 +638,8 @@ class Exchange(core.Exchange, tf.Module):
     def _weights(self) -> dict[str, tf.Variable]:
         """Return the variables that must be equal on all ranks before a step, as far as they still exist."""
         return {name: v for name, v in zip(self.names, self._equal_variables(), strict=True) if v is not None}
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[Any]) -> None:
+    for v, value in zip(variables, values, strict=True):
+        v.assign(value)

@@ -100,6 +100,73 @@ def second_gradients() -> dict[str, Any]:
     return results
 
 
+class _Line:
+    """A model of one vector with a random number in each gradient, its exchange, and an optimizer; all by hand."""
+
+    def __init__(self, memory: dict[str, Any]) -> None:
+        config = {"compressor": "topk", "compress_ratio": 0.1, "memory": memory, "default_rules": False}
+        self.exchange = grace.tensorflow.Exchange(config)
+        self.w = tf.Variable(tf.zeros([60]), name="w")
+        self.drawing = keras.random.SeedGenerator(hvd.rank())
+        self.exchange.build([self.w])
+        self.graph = tf.function(self.step, autograph=False)
+
+    def step(self, batch: tf.Tensor, full: bool) -> None:
+        """Take a step; the gradient of a batch x is w - x and noise."""
+
+        def closure() -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                noise = keras.random.normal([60], seed=self.drawing)
+                loss = tf.reduce_sum((self.w - batch) ** 2 / 2 + noise * self.w)
+            return tape.gradient(loss, [self.w])
+
+        (merged,) = self.exchange.evaluate(closure, full=full, restored=[self.drawing.state])
+        self.w.assign_sub(0.25 * merged)
+
+    def checkpoint(self) -> tf.train.Checkpoint:
+        return tf.train.Checkpoint(w=self.w, exchange=self.exchange, drawing=self.drawing.state.value)
+
+
+def second_gradients_of_closures() -> dict[str, Any]:
+    """Let closures be evaluated twice, eagerly and in graphs by turns, beside a simulation; go on from checkpoints."""
+    memories = ({"name": "marina", "period": 3}, {"name": "lsvrg", "period": 3, "then": "residual"})
+    with tempfile.TemporaryDirectory() as folder:
+        return {memory["name"]: _evaluated(memory, f"{folder}/{memory['name']}") for memory in memories}
+
+
+def _evaluated(memory: dict[str, Any], path: str) -> dict[str, Any]:
+    size, rank = hvd.size(), hvd.rank()
+    batches = np.random.default_rng(1).integers(-9, 9, (8, size, 60)).astype(np.float32) / 8
+    line, loaded, copied = (_Line(memory) for _ in range(3))
+    simulation = Simulation(size, {"w": (60,)}, line.exchange.config)
+    drawing = [keras.random.SeedGenerator(each) for each in range(size)]
+    w = earlier = np.zeros(60, np.float32)
+    full, equal = [], {"simulated": [], "restored": [], "copied": []}
+    for number, batch in enumerate(batches):
+        full.append(line.exchange.full_round)
+        (line.graph if number % 2 else line.step)(tf.constant(batch[rank]), full[-1])
+        noise = [keras.random.normal([60], seed=each).numpy() for each in drawing]
+        first, second = ([{"w": v - x + r} for x, r in zip(batch, noise, strict=True)] for v in (w, earlier))
+        merged = simulation.step(first, references=None if full[-1] else second)[rank]["w"]
+        if full[-1] or memory["name"] == "marina":
+            earlier = w
+        w = w - np.float32(0.25) * merged
+        equal["simulated"].append(np.array_equal(line.w.numpy(), w))
+        if number == 3:
+            # What the first `evaluate` makes is read then.
+            status = loaded.checkpoint().read(line.checkpoint().write(path))
+            copied.w.assign(line.w)
+            copied.drawing.state.assign(line.drawing.state)
+            copied.exchange.load_state_dict(line.exchange.state_dict())
+        elif number > 3:
+            for name, other in (("restored", loaded), ("copied", copied)):
+                other.step(tf.constant(batch[rank]), full[-1])
+                equal[name].append(np.array_equal(other.w.numpy(), w))
+    status.assert_consumed()
+    unknown = tf.function(lambda: line.exchange.evaluate(list))
+    return {"full": full, **equal, "error": error_of(unknown)}
+
+
 def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[str, Any]:
     plan = exchange.plan
     return {

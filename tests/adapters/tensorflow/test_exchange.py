@@ -322,6 +322,18 @@ def test_second_gradients_are_exchanged_as_in_a_simulation(launch):
             assert "StepError: a memory takes second gradients in each step that is no full round" in result["error"]
 
 
+@on(GLOO_2, Launch(TENSORFLOW, "horovodrun-gloo", 3))
+def test_a_closure_is_evaluated_at_earlier_weights_as_well(launch):
+    """With the same random numbers, and from checkpoints that have these weights."""
+    for rank in scenario("second_gradients_of_closures", launch):
+        for memory, result in rank.items():
+            assert set(result["full"]) == {True, False}, memory
+            assert False in result["full"][4:], memory
+            assert result["simulated"] == [True] * 8, memory
+            assert result["restored"] == result["copied"] == [True] * 4, memory
+            assert "inside a tf.function, the kind of the step is not known" in result["error"]
+
+
 @on(GLOO_2, MPI_2, GLOO_4)
 def test_the_transport_keeps_its_contract(launch):
     """Eagerly and in graphs, among all ranks and in process sets of some of them."""
