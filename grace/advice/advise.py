@@ -14,7 +14,18 @@ from grace.advice.accuracy import ACCURACY, OVERHEAD
 from grace.advice.candidates import LOCAL_STEPS, LOW, NONE, RISKS, candidates, changes, risk_of
 from grace.advice.cost import ddp_buckets
 from grace.advice.forecast import buckets_of
-from grace.advice.model import Link, Machine, Overhead, Round, Step, break_even, pays_below, predict, taken_in_pass
+from grace.advice.model import (
+    Link,
+    Machine,
+    Overhead,
+    Round,
+    Step,
+    break_even,
+    pays_below,
+    predict,
+    remembered,
+    taken_in_pass,
+)
 from grace.advice.watch import Watch
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.recommended import Optimizer
@@ -222,14 +233,14 @@ class Figures:
         """Return the advice for the measured link, or for another; `measured` has known seconds of candidates."""
         known = dict(measured or ({self.now: self.period} if self.now and link is None else {}))
         link = link or self.link
-        rows = []
+        rows, dense_seconds = [], remembered(self.step(NONE))
         for label, change in changes(has_nodes(self._exchange)).items():
             if label not in self._plans:
                 continue
             error = 0.0 if label == NONE else self.codecs[label]["error"]
             risk = risk_of(change["compressor"], error, self.optimizers)
             seconds, nbytes = known.get(label, self.seconds(label, link)), self._plans[label].wire_bytes
-            even = None if label == NONE else break_even(self.step(label), self.step(NONE), self.machine(link))
+            even = None if label == NONE else break_even(self.step(label), dense_seconds, self.machine(link))
             rows.append(Row(label, seconds, nbytes, *risk, error, change, even, label in known))
         if gathers := self._exchange.gathers():
             dense = known.get(NONE, self.seconds(NONE, link))

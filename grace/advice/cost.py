@@ -6,8 +6,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from grace.advice.kept import Kept, ago
 from grace.advice.model import Bucket, Round, Scope
 from grace.bench.framework import Framework
 from grace.core.communicators.hierarchical import Hierarchical
@@ -21,6 +22,8 @@ from grace.core.session.simulation import Simulation, poll_all
 from grace.core.spec import Array, Ranks, TensorSpec
 from grace.core.transport.collectives import Kind
 
+# The numbers that describe a codec.
+FIGURES = 6
 # Elements of the measured steps, whose difference gives the cost per element.
 SIZES = (1 << 13, 1 << 20)
 # Up to the first number of ranks, all of them are simulated. The cost on more goes on as from the first to the second.
@@ -61,16 +64,35 @@ class Codec(NamedTuple):
         """The work before and after."""
         return Cost(*map(sum, zip(self.before, self.after, strict=True)))
 
+    def faster(self, factor: float) -> Codec:
+        """Return the codec on a device on which it runs so many times as fast."""
+        before, after = (Cost(*(seconds / factor for seconds in part)) for part in (self.before, self.after))
+        return self._replace(before=before, after=after)
+
 
 class Codecs:
     """The costs of codecs in this process, each measured when it is first asked for, with gradients of a framework.
 
-    The times are those of this machine, with the threads that the framework has.
+    The times are those of this machine, with the threads that the framework has. What is `kept` is not measured again.
     """
 
-    def __init__(self, framework: Framework, sizes: tuple[int, int] = SIZES) -> None:
-        self._framework, self._sizes = framework, sizes
+    def __init__(self, framework: Framework, sizes: tuple[int, int] = SIZES, kept: Kept | None = None) -> None:
+        self._framework, self._sizes, self._kept = framework, sizes, kept
         self._known: dict[tuple[Config, int], Codec] = {}
+        #: How many codecs were measured by this object.
+        self.measured = 0
+        #: When the others were measured, in seconds since the epoch.
+        self.before: list[float] = []
+
+    @property
+    def when(self) -> str:
+        """The time of the measurements, in words."""
+        if not self.before:
+            return "measured now"
+        then = ago(time.time() - min(self.before))
+        if not self.measured:
+            return f"measured {then}"
+        return f"{self.measured} of {self.measured + len(self.before)} measured now, and the others up to {then}"
 
     def of(self, config: Config, ranks: Ranks) -> Codec:
         """Return the work of a rank for its part of a step: codec, feedback, route, and Python per tensor.
@@ -108,14 +130,30 @@ class Codecs:
 
     def _measured(self, config: Config, ranks: int) -> Codec:
         if (config, ranks) not in self._known:
-            small, large = self._sizes
-            (fewer, *_), (more, nbytes, error) = (
-                self._steps(config, ranks, *each) for each in zip(self._sizes, REPETITIONS, strict=True)
-            )
-            slopes = [max(0.0, (y - x) / (large - small)) for x, y in zip(fewer, more, strict=True)]
-            before, after = (Cost(max(0.0, x - small * slope), slope) for x, slope in zip(fewer, slopes, strict=True))
-            self._known[config, ranks] = Codec(before, after, nbytes, error)
+            self._known[config, ranks] = self._before(config, ranks) or self._now(config, ranks)
         return self._known[config, ranks]
+
+    def _before(self, config: Config, ranks: int) -> Codec | None:
+        """Return a codec that was kept."""
+        found = None if self._kept is None else self._kept.get(config, ranks)
+        if found is None:
+            return None
+        (*costs, nbytes, error), at = found
+        self.before.append(at)
+        return Codec(Cost(*costs[:2]), Cost(*costs[2:]), nbytes, error)
+
+    def _now(self, config: Config, ranks: int) -> Codec:
+        """Measure a codec, and keep it."""
+        small, large = self._sizes
+        (fewer, *_), (more, nbytes, error) = (
+            self._steps(config, ranks, *each) for each in zip(self._sizes, REPETITIONS, strict=True)
+        )
+        slopes = [max(0.0, (y - x) / (large - small)) for x, y in zip(fewer, more, strict=True)]
+        before, after = (Cost(max(0.0, x - small * slope), slope) for x, slope in zip(fewer, slopes, strict=True))
+        self.measured += 1
+        if self._kept is not None:
+            self._kept.put(config, ranks, [*before, *after, nbytes, error])
+        return Codec(before, after, nbytes, error)
 
     def _steps(self, config: Config, ranks: int, numel: int, repetitions: int) -> tuple[list[float], float, float]:
         """Return seconds per rank before and after payloads travel, bytes per element, and the error, of a tensor."""
@@ -171,7 +209,8 @@ def buckets(
     `ready` has the seconds after which each gradient is there. Raises ConfigError for a communicator of which the model
     does not know what it sends, and for a `local_size` of hierarchical that is not that of the ranks.
     """
-    carried = {spec.name: communicator_of(spec, config, ranks) for spec in specs}
+    layout = _layout(tuple(specs), config)
+    carried = {spec.name: communicator_of(spec, config, ranks) for spec in layout.kinds}
     if unknown := sorted({law_of(each) for each in carried.values()} - LAWS.keys()):
         raise ConfigError(f"the cost model does not know the communicator {unknown[0]}; it knows {', '.join(LAWS)}.")
     nodes = [each for each in carried.values() if isinstance(each, Hierarchical)]
@@ -185,25 +224,49 @@ def buckets(
     plan = _plan(tuple(specs), config, planned)
     # DDP passes gradients on bucket by bucket.
     passed = {spec.name: at for group, at in _ddp_groups(specs, ready) for spec in group}
-    found = []
-    for bucket in plan.buckets:
-        item = plan.assignment_of[bucket.units[0].pieces[0].tensor]
-        at = max(passed[piece.tensor] for unit in bucket.units for piece in unit.pieces)
+
+    def of_units(bucket: plans.Bucket, item: Assignment) -> tuple[float, float, tuple[Round, ...], float]:
         nbytes = float(sum(unit.spec.nbytes for unit in bucket.units))
         if item.dense:
             # The biases and norms, which travel together.
-            found.append(Bucket(at, 0.0, 0.0, (Round("allreduce", nbytes),), nbytes))
-            continue
+            return 0.0, 0.0, (Round("allreduce", nbytes),), nbytes
         # Planned for fewer ranks, a bucket may have another communicator.
-        communicator = carried[item.spec.name]
+        communicator = carried[layout.kind_of[item.spec.name]]
         units = exchanged_units(bucket, communicator)
         sent = sum(_payload(unit, codec) * share(unit, planned) for unit in units)
         # Of two_shot, each rank has a shard.
         count = sum(1 / planned.size if unit.onward else share(unit, planned) for unit in units)
         numel = sum(unit.spec.numel for unit in units)
         before, after = (part.seconds(count, numel) for part in (codec.before, codec.after))
-        found.append(Bucket(at, before, after, rounds_of(bucket, communicator, sent, ranks), nbytes))
+        return before, after, rounds_of(bucket, communicator, sent, ranks), nbytes
+
+    found = []
+    # Most buckets of a large model are alike.
+    known: dict[Any, tuple[float, float, tuple[Round, ...], float]] = {}
+    for bucket in plan.buckets:
+        at = max(passed[piece.tensor] for unit in bucket.units for piece in unit.pieces)
+        item = plan.assignment_of[bucket.units[0].pieces[0].tensor]
+        kind = tuple((layout.kind_of[unit.pieces[0].tensor], unit.spec.shape) for unit in bucket.units)
+        if kind not in known:
+            known[kind] = of_units(bucket, item)
+        found.append(Bucket(at, *known[kind]))
     return found + dense_buckets(specs, {item.spec.name for item in plan.delegated}, ready)
+
+
+class _Layout(NamedTuple):
+    """The first tensor of each kind, which differ in more than their names, and the name of the one of each tensor."""
+
+    kinds: list[TensorSpec]
+    kind_of: dict[str, str]
+
+
+@lru_cache(maxsize=32)
+def _layout(specs: tuple[TensorSpec, ...], config: Config) -> _Layout:
+    firsts: dict[Any, TensorSpec] = {}
+    kind_of = {}
+    for spec in specs:
+        kind_of[spec.name] = firsts.setdefault((dataclasses.replace(spec, name=""), config.rule_for(spec)), spec).name
+    return _Layout(list(firsts.values()), kind_of)
 
 
 @lru_cache(maxsize=32)

@@ -8,6 +8,7 @@ a prediction does not grow with their number.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections import deque
@@ -234,9 +235,10 @@ def taken_in_pass(step: Step, machine: Machine) -> list[tuple[float, float]]:
     run, found = _Run(machine, step.overhead, 1.0, step.lanes), []
     for place, bucket in enumerate(sorted(step.buckets, key=lambda bucket: bucket.ready)):
         run.now = bucket.ready
+        run.busy.clear()
         run.start(place, bucket, 0)
-        begin, end, share = run.busy[-1]
-        found.append((bucket.ready, bucket.before + share * max(0.0, min(end, step.backward) - begin)))
+        handled = sum(share * max(0.0, min(end, step.backward) - begin) for begin, end, share in run.busy)
+        found.append((bucket.ready, bucket.before + handled))
     return found
 
 
@@ -247,29 +249,38 @@ class _Run:
         self._machine, self._overhead, self._slower = machine, overhead, slower
         self._lanes = math.inf if lanes is None else lanes
         self.now = self._free = self.wire = self.sent = 0.0
-        #: Begin and end of each round on the link, and the part of this time that the transport computes.
+        #: Begin and end of rounds on the link that the transport handles, and the part of this time that it computes.
         self.busy: deque[tuple[float, float, float]] = deque()
         # The number of the round under way of each bucket, the place of the bucket, when the round arrives, and the
         # bucket; in the order in which the rank takes them.
         self._under_way: list[tuple[int, int, float, Bucket]] = []
+        # Most rounds of a large model are alike.
+        self._costs: dict[Round, tuple[float, float, float, float]] = {}
 
     def start(self, place: int, bucket: Bucket, number: int) -> None:
         """Hand a round of a bucket to the link."""
-        one, machine, overhead = bucket.rounds[number], self._machine, self._overhead
-        size = machine.size(one.scope)
-        seconds = machine.seconds(one.kind, one.nbytes, one.scope, one.count)
-        handling = self._slower * overhead.processor(one, machine)
+        one = bucket.rounds[number]
+        seconds, handling, meeting, sent = self._costs.get(one) or self._cost(one)
         idle, begin, taken = self._free <= self.now, max(self._free, self.now), max(seconds, handling)
-        self._free = begin + taken + overhead.meeting * size * idle
-        self.busy.append((begin, begin + taken, handling / taken if taken else 0.0))
+        self._free = begin + taken + meeting * idle
+        if handling:
+            self.busy.append((begin, begin + taken, handling / taken))
         self.wire += seconds
-        self.sent += float(copies(one.kind, size)) * one.nbytes
+        self.sent += sent
         heapq.heappush(self._under_way, (number, place, self._free, bucket))
+
+    def _cost(self, one: Round) -> tuple[float, float, float, float]:
+        """Return the seconds of a round on the link, of its handling and of its meeting, and the bytes sent."""
+        machine, overhead, size = self._machine, self._overhead, self._machine.size(one.scope)
+        seconds = machine.seconds(one.kind, one.nbytes, one.scope, one.count)
+        handling, sent = self._slower * overhead.processor(one, machine), float(copies(one.kind, size)) * one.nbytes
+        self._costs[one] = seconds, handling, overhead.meeting * size, sent
+        return self._costs[one]
 
     def compute(self, seconds: float) -> None:
         """Compute for so many seconds of a core of its own, beside what the transport takes of it meanwhile."""
         left = self._slower * seconds
-        while left and self.busy:
+        while self.busy and left:
             begin, end, share = self.busy[0]
             before = min(left, max(0.0, begin - self.now))
             self.now, left = self.now + before, left - before
@@ -313,12 +324,17 @@ def bandwidth_for(step: Step, machine: Machine, share: float) -> float | None:
     return _least(lambda there: predict(step, there).utilisation >= share, machine)
 
 
-def break_even(step: Step, dense: Step, machine: Machine) -> float | None:
-    """Return the bytes per second of the link from which on the dense step is as fast.
+def remembered(step: Step) -> Callable[[Machine], float]:
+    """Return the function from machines to the seconds of a step, which simulates each only once."""
+    return functools.cache(lambda machine: predict(step, machine).seconds)
+
+
+def break_even(step: Step, dense: Callable[[Machine], float], machine: Machine) -> float | None:
+    """Return the bytes per second of the link from which on the dense step, of so many seconds, is as fast.
 
     The result is 0 if it is so on any link, and None if it is so on none.
     """
-    found = _least(lambda there: predict(dense, there).seconds <= predict(step, there).seconds, machine)
+    found = _least(lambda there: dense(there) <= predict(step, there).seconds, machine)
     return 0.0 if found == SLOWEST else found
 
 

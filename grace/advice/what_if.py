@@ -28,6 +28,7 @@ from grace.advice.model import (
     pays_below,
     predict,
     rate,
+    remembered,
 )
 from grace.advice.passes import Passes, assumed, measured
 from grace.bench.command import add_variants, check_writable
@@ -115,6 +116,8 @@ class Answer:
     optimizer: Optimizer
     #: How many times as fast codecs are taken to be as on a core of this machine.
     faster: float
+    #: When the codecs were measured, in words.
+    when: str
 
     @property
     def dense(self) -> Row:
@@ -234,14 +237,19 @@ def run_what_if(args: argparse.Namespace) -> int:
     always = [Variant(name) for name in ALWAYS]
     variants = list({variant.label: variant for variant in (*always, *given)}.values())
     model = _model(args, threads)
-    from grace.advice.cost import Codecs
+    from grace.advice.cost import FIGURES, SIZES, Codecs
+    from grace.advice.kept import kept_here
 
-    codecs = Codecs(set_up("numpy", "cpu", 1, True))
+    framework = set_up("numpy", "cpu", 1, True)
+    kept = kept_here(FIGURES, framework=framework.name, native=framework.native, elements=list(SIZES))
+    codecs = Codecs(framework, kept=kept)
     begin = time.perf_counter()
     optimizer = OPTIMIZERS[args.optimizer]
     answer = answer_of(model, variants, machines, codecs, optimizer, args.accumulate, args.every, args.codec_speed)
     print("\n".join(lines(answer)), flush=True)
-    print(f"codecs measured and {len(machines) * len(variants)} steps predicted in {time.perf_counter() - begin:.1f} s")
+    took = f"{len(machines) * len(variants)} steps predicted in {time.perf_counter() - begin:.1f} s"
+    where = f"in {kept.path}; delete it to measure again" if not kept.fault else f"nowhere ({kept.path}: {kept.fault})"
+    print(f"{took}; times of codecs are kept {where}")
     if args.json:
         args.json.write_text(json.dumps(to_dict(answer), indent=1) + "\n", encoding="utf-8")
     if args.html:
@@ -273,7 +281,7 @@ def answer_of(
         for machine in machines
     }
     last = machines[-1]
-    dense = steps[last.ranks]["none"]
+    dense = remembered(steps[last.ranks]["none"])
     rows = []
     for variant in variants:
         step, without = steps[last.ranks][variant.label], variant.label == "none"
@@ -283,7 +291,7 @@ def answer_of(
         needed = tuple(bandwidth_for(step, last, share) for share in SHARES)
         rows.append(Row(variant.label, predictions[last.ranks][variant.label], error, risk, even, needed))
     knee = next((each for each in machines if predictions[each.ranks]["none"].utilisation < KNEE), None)
-    return Answer(model, last, rows, steps[last.ranks], predictions, knee, optimizer, faster)
+    return Answer(model, last, rows, steps[last.ranks], predictions, knee, optimizer, faster, codecs.when)
 
 
 def _step(
@@ -297,10 +305,7 @@ def _step(
         found = ddp_buckets(model.specs, passes.ready)
     else:
         config, ranks = make_config(variant.config()), _ranks_of(machine)
-        found = [
-            dataclasses.replace(bucket, before=bucket.before / faster, after=bucket.after / faster)
-            for bucket in buckets(model.specs, config, ranks, codecs.of(config, ranks), passes.ready)
-        ]
+        found = buckets(model.specs, config, ranks, codecs.of(config, ranks).faster(faster), passes.ready)
     return Step(passes.forward, passes.backward, 0.0, tuple(found), backwards=backwards, every=every)
 
 
@@ -484,7 +489,7 @@ def lines(answer: Answer) -> list[str]:
         "By the number of ranks, with the fastest method of no or low risk:",
         *align(ranks, right=(0, 1, 3, 4)),
         "",
-        f"Times of codecs: one core of this CPU{where}.",
+        f"Times of codecs: one core of this CPU, {answer.when}{where}.",
         *ACCURACY.lines,
         "Without that calibration, as here, steps took {:.1f} to {:.1f} times as long as predicted: ".format(
             *WHAT_IF.steps
@@ -513,6 +518,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
         "machine": dataclasses.asdict(machine),
         "optimizer": answer.optimizer.name,
         "codec_speed": answer.faster,
+        "codecs": answer.when,
         "best": answer.best.label,
         "rows": [
             {

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from grace.advice import model
 from grace.advice.model import (
     Bucket,
     Link,
@@ -14,6 +15,7 @@ from grace.advice.model import (
     bandwidth_for,
     break_even,
     predict,
+    remembered,
     taken_in_pass,
 )
 from grace.core.errors import ConfigError
@@ -184,7 +186,7 @@ def test_bandwidths_are_where_the_condition_begins():
         bandwidth = bandwidth_for(step, machine, share)
         there = dataclasses.replace(machine, link=Link(bandwidth, LINK.latency))
         assert predict(step, there).utilisation == pytest.approx(share, rel=2e-3)
-    even = break_even(fewer, step, machine)
+    even = break_even(fewer, remembered(step), machine)
     for factor, wins in ((0.99, True), (1.02, False)):
         there = dataclasses.replace(machine, link=Link(even * factor, LINK.latency))
         assert (predict(fewer, there).seconds < predict(step, there).seconds) is wins
@@ -193,11 +195,11 @@ def test_bandwidths_are_where_the_condition_begins():
 
 
 def test_thousands_of_ranks_take_no_more_events(monkeypatch):
-    calls, plain = [], Machine.seconds
-    monkeypatch.setattr(Machine, "seconds", lambda self, *args: calls.append(self.ranks) or plain(self, *args))
+    events, plain = [], model._Run.start
+    monkeypatch.setattr(model._Run, "start", lambda *args: events.append(ranks) or plain(*args))
     for ranks in (8, 16_384):
         predict(dense(120), Machine(ranks, LINK, 8))
-    assert calls.count(16_384) == calls.count(8) == 120
+    assert events.count(16_384) == events.count(8) == 120
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,22 @@ def build():
 SMALL = ["what-if", "--params", "3M", "--compute", "50ms", "--compressors", "qsgd", "--ranks", "2:8"]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder for what the tests of this file measure."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def cache(folder, monkeypatch):
+    """Let the command keep the times of codecs there."""
+    monkeypatch.setenv("GRACE_CACHE", str(folder))
+
+
 class Fixed:
     """Codecs of a given cost, so that predictions are the same on every machine."""
+
+    when = "measured now"
 
     def __init__(self, seconds_per_element):
         self.cost = Cost(1e-5, seconds_per_element / 2)
@@ -91,10 +105,12 @@ def test_break_even_lies_between_links_where_it_pays_and_where_it_does_not():
 
 
 def test_the_output_says_where_codecs_were_timed():
-    assert "Times of codecs: one core of this CPU; with GPUs, give --codec-speed." in what_if.lines(answer(1e9))
+    here = what_if.lines(answer(1e9))
+    assert "Times of codecs: one core of this CPU, measured now; with GPUs, give --codec-speed." in here
     faster = answer(1e9, faster=100.0)
-    assert "Times of codecs: one core of this CPU, divided by 100." in what_if.lines(faster)
+    assert "Times of codecs: one core of this CPU, measured now, divided by 100." in what_if.lines(faster)
     assert what_if.to_dict(faster)["codec_speed"] == 100
+    assert what_if.to_dict(faster)["codecs"] == "measured now"
 
 
 def test_rare_exchanges_and_faster_codecs_are_faster():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import ClassVar, NamedTuple
 
 from grace.core.communicators.allgather import Allgather
@@ -60,27 +60,32 @@ class Auto(Communicator):
             return usual, "the method's own default"
         if ranks.size == 1:
             return usual, ""
-        counts = [
-            _count(communicator, item, ranks.size)
-            for communicator in _CANDIDATES
-            if not _obstacle(communicator, item.method)
-        ]
-        if any(count.nbytes is None for count in counts):
-            # How many payloads a union is depends on the data, too.
-            counts = [count._replace(nbytes=None) for count in counts if count.communicator != _UNION]
-        # The sort keeps the order of what is equal. An empty tensor travels as others of its method do.
-        best, *others = sorted(counts, key=lambda count: (count.amount, count.payloads))
-        why = f"{best.name}: {best.text} per rank"
-        if others:
-            tie = others[0].amount == best.amount
-            why += f", by {others[0].name} {'as many' if tie else others[0].text}"
-        obstacle = _obstacle(TwoShot(), item.method)
-        if obstacle and not best.communicator.adds and ranks.size > 2:
-            why += f"; not by two_shot: {obstacle}"
-        dense = copies("allreduce", ranks.size) * item.spec.nbytes
-        if best.nbytes is not None and best.nbytes > dense:
-            why += f"; uncompressed, it would be {round(dense):,} bytes"
-        return best.communicator, why
+        # The name decides nothing, and a model has many tensors of few shapes.
+        return _chosen(dataclasses.replace(item, spec=dataclasses.replace(item.spec, name="")), ranks.size)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(item: Assignment, size: int) -> tuple[Communicator, str]:
+    """Return the communicator that moves the fewest bytes of a tensor among so many ranks, and why."""
+    counts = [
+        _count(communicator, item, size) for communicator in _CANDIDATES if not _obstacle(communicator, item.method)
+    ]
+    if any(count.nbytes is None for count in counts):
+        # How many payloads a union is depends on the data, too.
+        counts = [count._replace(nbytes=None) for count in counts if count.communicator != _UNION]
+    # The sort keeps the order of what is equal. An empty tensor travels as others of its method do.
+    best, *others = sorted(counts, key=lambda count: (count.amount, count.payloads))
+    why = f"{best.name}: {best.text} per rank"
+    if others:
+        tie = others[0].amount == best.amount
+        why += f", by {others[0].name} {'as many' if tie else others[0].text}"
+    obstacle = _obstacle(TwoShot(), item.method)
+    if obstacle and not best.communicator.adds and size > 2:
+        why += f"; not by two_shot: {obstacle}"
+    dense = copies("allreduce", size) * item.spec.nbytes
+    if best.nbytes is not None and best.nbytes > dense:
+        why += f"; uncompressed, it would be {round(dense):,} bytes"
+    return best.communicator, why
 
 
 class _Count(NamedTuple):

@@ -26,7 +26,8 @@ def traced(wrap, compressor, path):
 
 @pytest.mark.parametrize("compressor", ["fp16", "topk"])
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.parallel.DistributedDataParallel], ids=["plain", "ddp"])
-def test_a_timeline_with_any_compressor_has_the_sizes_of_gradients(wrap, compressor, tmp_path, capsys):
+def test_a_timeline_with_any_compressor_has_the_sizes_of_gradients(wrap, compressor, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GRACE_CACHE", str(tmp_path))
     found = tmp_path / "found.json"
     assert main([*traced(wrap, compressor, tmp_path / "trace.json"), "--json", str(found)]) == 0
     # 500 x 300 + 300 + 300 x 100 + 100.
