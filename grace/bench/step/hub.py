@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from grace.bench.step.network import BRIDGE, INTERFACE
+from grace.bench.step.network import BRIDGE, INTERFACE, PORT, failed, limits
 from grace.core.errors import GraceError
 
 # The namespaces of a node live as long as this shell, which ends with its input.
@@ -34,7 +34,7 @@ def make(order: dict[str, Any]) -> list[subprocess.Popen[str]]:
     for number, address in enumerate(order["nodes"]):
         holder = _hold(address, others=order["nodes"])
         nodes.append(holder)
-        inside, port = ("nsenter", f"--target={holder.pid}", "--net"), f"port{number}"
+        inside, port = ("nsenter", f"--target={holder.pid}", "--net"), PORT.format(number)
         _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(holder.pid))
         _run(*inside, "ip", "addr", "add", f"{address}/16", "dev", INTERFACE)
         _run("ip", "link", "set", port, "master", BRIDGE)
@@ -81,12 +81,8 @@ def _hold(address: str, others: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _shape(place: Sequence[str], device: str, rate: int, latency: str | None) -> None:
-    # The token bucket holds 1 ms of traffic, and at least two packets of 64 KiB. The queue is larger than a socket's
-    # send buffer.
-    burst = max(128 * 1024, rate // 8 // 1000)
-    limits = ("rate", f"{rate}bit", "burst", str(burst), "limit", str(64 * 1024 * 1024))
     tc = (*place, "tc", "qdisc", "add", "dev", device)
-    _run(*tc, "root", "handle", "1:", "tbf", *limits)
+    _run(*tc, "root", "handle", "1:", "tbf", *limits(rate))
     if latency is not None:
         _run(*tc, "parent", "1:1", "netem", "delay", latency, "limit", "100000")
 
@@ -94,11 +90,10 @@ def _shape(place: Sequence[str], device: str, rate: int, latency: str | None) ->
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip() or done.stdout.strip()
         hint = ""
         if "netem" in command:
             hint = " This kernel has no netem (module sch_netem): leave --latency out."
-        raise GraceError(f"cannot make the test network: '{' '.join(command)}' failed: {said}.{hint}")
+        raise GraceError(failed(command, done.stderr or done.stdout) + hint)
 
 
 def main() -> None:

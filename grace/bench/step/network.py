@@ -36,7 +36,7 @@ LINKS: dict[str, int | None] = {
     "none": None,
 }
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-INTERFACE, BRIDGE = "link0", "bridge0"
+INTERFACE, BRIDGE, PORT = "link0", "bridge0", "port{}"
 # The namespaces are isolated from the machine's network; so these addresses cannot collide with its own.
 ADDRESS = "10.213.0.{}"
 # The hub has the first of these addresses.
@@ -102,6 +102,21 @@ def check_link(link: str, latency: str | None, local_size: int = 1) -> None:
         raise ConfigError(f"--latency: expected a time such as 100us or 2ms, received '{latency}'.")
 
 
+def limits(rate: int) -> tuple[str, ...]:
+    """Return the words of `tc` for a queue that passes so many bits per second.
+
+    The token bucket holds 1 ms of traffic, and at least two packets of 64 KiB. The queue is larger than a socket's send
+    buffer.
+    """
+    burst = max(128 * 1024, rate // 8 // 1000)
+    return "rate", f"{rate}bit", "burst", str(burst), "limit", str(64 * 1024 * 1024)
+
+
+def failed(command: Sequence[str], said: str) -> str:
+    """Return the error of a command that failed while a network was made or changed."""
+    return f"cannot make the test network: '{' '.join(command)}' failed: {said.strip()}."
+
+
 def limited_by(link: str) -> str:
     """Return how a link is made on this machine: "namespaces", "pacing", or "nothing" without a limit."""
     if rate_of(link) is None:
@@ -151,6 +166,23 @@ class Network:
         if not self._paced or self._rate is None:
             return {}
         return paced.environment(self._rate // 8, given)
+
+    def change(self, link: str) -> None:
+        """Limit the links to another rate while processes use them, which needs namespaces.
+
+        Raises GraceError with the command that failed.
+        """
+        rate = rate_of(link)
+        assert self._hub is not None
+        assert rate is not None
+        nodes = list(dict.fromkeys(self.nodes))
+        ends = [(node, INTERFACE) for node in nodes] + [(self.hub, PORT.format(n)) for n in range(len(nodes))]
+        for place, device in ends:
+            tc = ("tc", "qdisc", "change", "dev", device, "root", "handle", "1:", "tbf", *limits(rate))
+            words = place.command(tc)
+            done = subprocess.run(words, env=_with_tools(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise GraceError(failed(words, done.stderr))
 
     def __enter__(self) -> Network:
         if self._rate is not None and not self._paced:
