@@ -25,6 +25,11 @@ class Accuracy(NamedTuple):
     speedups: tuple[float, float]
     machine: str
 
+    def band(self, seconds: float) -> tuple[float, float]:
+        """Return the seconds between which 95 % of measured steps lay that were predicted to take so many."""
+        low, high = self.steps
+        return seconds * low, seconds * high
+
     @property
     def lines(self) -> list[str]:
         """The lines that every output has."""

@@ -31,6 +31,7 @@ from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.config.recommended import Optimizer
 from grace.core.errors import ConfigError, IncompatibleError, StepError
 from grace.core.observe.announcement import in_units
+from grace.core.observe.table import align
 from grace.core.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class Row:
     changes: Mapping[str, Any]
     break_even: float | None = None
     measured: bool = False
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The seconds between which a step that is predicted will probably lie; None if it was measured."""
+        return None if self.measured else ACCURACY.band(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -109,18 +115,23 @@ class Advice:
     @property
     def table(self) -> str:
         """The candidates by time, with their risks."""
-        lines = [f"{'method':<18} {'step':>10} {'bytes':>10} {'efficiency':>10} {'pays below':>12} {'error':>9}  risk"]
+        cells = [("method", "step", "band", "bytes", "efficiency", "pays below", "error", "risk")]
         for row in sorted(self.rows, key=lambda row: row.seconds):
-            error = "" if row.error is None else f"{row.error:.2e}"
-            # Without an error it is no candidate, of which a break-even is sought.
-            even = "" if row.label == NONE or row.error is None else pays_below(row.break_even)
-            step = f"{row.seconds * 1e3:.4g} ms{'' if row.measured else ' *'}"
-            efficiency = f"{100 * min(1.0, self.compute / row.seconds):.0f} %"
-            lines.append(
-                f"{row.label:<18} {step:>10} {in_units(round(row.nbytes)):>10} {efficiency:>10} {even:>12} {error:>9}  "
-                f"{RISKS[row.grade]}: {row.reason}"
+            band = None if row.band is None else "{:.4g} to {:.4g} ms".format(*(1e3 * seconds for seconds in row.band))
+            cells.append(
+                (
+                    row.label,
+                    f"{row.seconds * 1e3:.4g} ms",
+                    band or "measured",
+                    in_units(round(row.nbytes)),
+                    f"{100 * min(1.0, self.compute / row.seconds):.0f} %",
+                    # Without an error it is no candidate, of which a break-even is sought.
+                    "" if row.label == NONE or row.error is None else pays_below(row.break_even),
+                    "" if row.error is None else f"{row.error:.2e}",
+                    f"{RISKS[row.grade]}: {row.reason}",
+                )
             )
-        return "\n".join(lines)
+        return "\n".join(align(cells, right=range(1, 7)))
 
     def row(self, label: str) -> Row:
         """Return a candidate by its label."""
@@ -132,7 +143,7 @@ class Advice:
             "sentence": self.sentence,
             "best": self.best,
             "config": self.config,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [{**asdict(row), "band": row.band} for row in self.rows],
             "compute_s": self.compute,
             "band_s": list(self.band),
             "ranks": self.ranks,
@@ -147,7 +158,7 @@ class Advice:
         low, high = (f"{1e3 * seconds:.4g}" for seconds in self.band)
         left_out = [f"Left out: {label}, because {reason}" for label, reason in self.left_out.items()]
         unknown = [f"Not known: {text}." for text in _UNKNOWN]
-        measured = f"Measured on {self.ranks} ranks: steps of {low} to {high} ms, a link of {link}. * is predicted."
+        measured = f"Measured on {self.ranks} ranks: steps of {low} to {high} ms, a link of {link}."
         return "\n".join([self.sentence, "", self.table, "", measured, *ACCURACY.lines, *left_out, *unknown])
 
 
@@ -238,7 +249,7 @@ class Figures:
             if label not in self._plans:
                 continue
             error = 0.0 if label == NONE else self.codecs[label]["error"]
-            risk = risk_of(change["compressor"], error, self.optimizers)
+            risk = risk_of(change, error, self.optimizers)
             seconds, nbytes = known.get(label, self.seconds(label, link)), self._plans[label].wire_bytes
             even = None if label == NONE else break_even(self.step(label), dense_seconds, self.machine(link))
             rows.append(Row(label, seconds, nbytes, *risk, error, change, even, label in known))
@@ -387,12 +398,19 @@ def advise(exchange: Exchange, steps: int) -> Advice | None:
     return measure(watch).advice()
 
 
-def measure(watch: Watch) -> Figures:
-    """Return what all ranks have measured; all of them must call it between the same two steps."""
+def measure(watch: Watch, most: int = len(RISKS) - 1) -> Figures:
+    """Return what all ranks have measured; all of them must call it between the same two steps.
+
+    Candidates whose risk is above `most` with any optimizer are left out.
+    """
     exchange = watch.exchange
     link, inside = measure_link(exchange), measure_inside(exchange)
+    # Ranks may know of other optimizers, and must measure the same.
+    gentle = [
+        label for label, change in changes(has_nodes(exchange)).items() if risk_of(change, None, ()).grade <= most
+    ]
     compared = candidates(exchange.config, has_nodes(exchange))
-    mine = watch.figures({label: config for label, config in compared.items() if label != NONE})
+    mine = watch.figures({label: compared[label] for label in gentle if label != NONE})
     return Figures(exchange, exchange.everyone(mine, "advice", "the measurements for advice"), link, inside)
 
 

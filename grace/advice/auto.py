@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grace.advice import probe
 from grace.advice.advise import Figures, best_of, has_nodes, measure, measure_link
-from grace.advice.candidates import NONE, changes
+from grace.advice.candidates import LOW, NONE, changes
 from grace.advice.model import Link, Machine
 from grace.advice.watch import Watch
 from grace.core.observe.announcement import say
@@ -78,7 +78,8 @@ class Auto(Watch):
 
     def _act(self) -> None:
         if self._figures is None:
-            self._figures = measure(self)
+            # It takes no others.
+            self._figures = measure(self, LOW)
             self._label = self._figures.now
             if self._label is not None:
                 self._known[self._label] = self._figures.period

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.config.config import Config, change_config
+from grace.bench.variants import Variant
+from grace.core.communicators.auto import error_of_normal
+from grace.core.config.config import Config, change_config, make_config
 from grace.core.config.recommended import SGD as FOR_SGD
 from grace.core.config.recommended import STARTS, Optimizer, optimizers_for, starts
 from grace.core.config.registry import compressors
@@ -37,16 +39,19 @@ class Risk(NamedTuple):
 
 
 def changes(nodes: bool = False) -> dict[str, dict[str, Any]]:
-    """Return what each candidate changes in a configuration, by label, from the gentlest to the strongest.
+    """Return what each candidate changes in a configuration, by label, from the gentlest method to the strongest.
 
-    With `nodes`, the recommended quantizers also travel by hierarchical.
+    These are the recommended methods and those that were registered with settings to compare, each with these settings,
+    or with its defaults. With `nodes`, the recommended quantizers also travel by hierarchical.
     """
-    names = dict.fromkeys([NONE, _ROUNDED[0], *(start.config["compressor"] for start in STARTS), "powersgd"])
+    recommended = [NONE, _ROUNDED[0], *(start.config["compressor"] for start in STARTS)]
     found = {}
-    for name in names:
-        found[name] = {**compressors.needed(name), "compressor": name}
-        if nodes and name in _BY_NODES:
-            found[f"{name} by nodes"] = {**found[name], "communicator": "hierarchical"}
+    for name in dict.fromkeys([*recommended, *(name for name in compressors if compressors.about(name).advised)]):
+        for options in compressors.about(name).advised or ({},):
+            variant = Variant(name, options)
+            found[variant.label] = variant.config()
+            if nodes and variant.label in _BY_NODES:
+                found[f"{name} by nodes"] = {**found[name], "communicator": "hierarchical"}
     return found
 
 
@@ -55,20 +60,29 @@ def candidates(config: Config, nodes: bool = False) -> dict[str, Config]:
     return {label: change_config(config, change) for label, change in changes(nodes).items()}
 
 
-def risk_of(label: str, error: float | None, optimizers: Sequence[Optimizer]) -> Risk:
-    """Return the risk of a candidate for these optimizers; `error` is |x - C(x)|^2 / |x|^2 on some gradients."""
-    if label == NONE:
+def risk_of(change: Mapping[str, Any], error: float | None, optimizers: Sequence[Optimizer]) -> Risk:
+    """Return the risk of a candidate for these optimizers, from what it changes in a configuration.
+
+    `error` is |x - C(x)|^2 / |x|^2 on some gradients.
+    """
+    name = change["compressor"]
+    if name == NONE:
         return Risk(0, "trains exactly as before")
-    if label in _ROUNDED:
+    if name in _ROUNDED:
+        if error is not None and error > _LARGE:
+            return Risk(3, f"loses {100 * error:.3g} % of the gradients' energy: they are too small for {name}")
         return Risk(0, "rounds to 16 bits")
     adaptive = [optimizer.name for optimizer in optimizers if optimizer.adaptive]
-    if adaptive and optimizers_for(label) == FOR_SGD:
+    if adaptive and optimizers_for(name) == FOR_SGD:
         return Risk(3, f"known to train badly with {adaptive[0]}, see docs/adam.md")
-    known = starts(label)
+    known = starts(name)
     if not known:
         return Risk(2, "not among the recommendations; compare the accuracy")
     if any("check" in start.trains for start in known):
         return Risk(2, known[0].trains)
+    mine, studied = (make_config(given).method.compressor for given in (change, known[0].config))
+    if mine != studied and error_of_normal(mine) > error_of_normal(studied):
+        return Risk(2, "loses more than the recommended setting; compare the accuracy")
     if error is not None and error > _LARGE:
         return Risk(2, f"loses {100 * error:.3g} % of the gradients' energy, more than in the study")
-    return Risk(1, known[0].trains)
+    return Risk(1, known[0].trains if mine == studied else "loses less than the recommended setting")

@@ -165,14 +165,8 @@ class Answer:
         return sentence
 
 
-def band(seconds: float) -> tuple[float, float]:
-    """Return the seconds between which 95 % of measured steps lay, relative to predictions after a calibration."""
-    low, high = ACCURACY.steps
-    return seconds * low, seconds * high
-
-
 def band_of_speedup(speedup: float) -> tuple[float, float]:
-    """Return the same of a speed-up over no compression."""
+    """Return the speed-ups between which 95 % of measured ones lay, relative to predictions after a calibration."""
     low, high = ACCURACY.speedups
     return speedup * low, speedup * high
 
@@ -286,7 +280,7 @@ def answer_of(
     for variant in variants:
         step, without = steps[last.ranks][variant.label], variant.label == "none"
         error = 0.0 if without else codecs.of(make_config(variant.config()), _ranks_of(last)).error
-        risk = risk_of(variant.name, error, [optimizer])
+        risk = risk_of(variant.config(), error, [optimizer])
         even = None if without else break_even(step, dense, last)
         needed = tuple(bandwidth_for(step, last, share) for share in SHARES)
         rows.append(Row(variant.label, predictions[last.ranks][variant.label], error, risk, even, needed))
@@ -455,7 +449,7 @@ def lines(answer: Answer) -> list[str]:
         (
             row.label,
             _time(row.prediction.seconds),
-            "{} to {}".format(*map(_time, band(row.prediction.seconds))),
+            "{} to {}".format(*map(_time, ACCURACY.band(row.prediction.seconds))),
             f"{answer.speedup(row):.2f}",
             f"{row.prediction.sent / 1e6:.2f}",
             f"{row.prediction.utilisation:.0%}",
@@ -505,7 +499,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
     machine = answer.machine
 
     def told(found: Prediction) -> dict[str, float]:
-        low, high = band(found.seconds)
+        low, high = ACCURACY.band(found.seconds)
         derived = {"exposed": found.exposed, "utilisation": found.utilisation, "low": low, "high": high}
         return {**dataclasses.asdict(found), **derived}
 

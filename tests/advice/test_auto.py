@@ -15,10 +15,11 @@ import grace
 from grace.advice import accuracy, advise, auto, forecast, launched, watch
 from grace.advice.advise import Figures, best_of
 from grace.advice.auto import Auto
-from grace.advice.candidates import Risk, changes, risk_of
+from grace.advice.candidates import LOW, Risk, candidates, changes, risk_of
 from grace.advice.launched import Launched
 from grace.advice.model import Link, Machine, Overhead, Round
 from grace.advice.watch import Watch
+from grace.bench.variants import parse_variants
 from grace.core.communicators.hierarchical import Hierarchical
 from grace.core.communicators.reduce_scatter import ReduceScatter
 from grace.core.config.recommended import Optimizer
@@ -31,6 +32,14 @@ from grace.core.transport.transport import Done
 FAST, SLOW = Link(1.25e9, 2e-5), Link(12.5e6, 2e-5)
 TENSORS = {"a": (256, 256), "b": (600, 200), "c": (40,)}
 CODEC = {"fixed": 1e-5, "element": 1e-9, "error": 0.001}
+SEEN = {
+    "period": 0.0205,
+    "band": [0.02, 0.021],
+    "exposed": 0.0005,
+    "waits": False,
+    "ready": {"c": 0.0, "b": 0.004, "a": 0.008},
+    "optimizers": [],
+}
 ADAM, SGD = Optimizer("AdamW", 0.9, True), Optimizer("SGD", 0.9, False)
 
 
@@ -58,24 +67,18 @@ class Job:
         self.methods, self.sums, self.rng = [], {}, np.random.default_rng(0)
 
     def measured(self, **more):
-        seen = {
-            "period": 0.0205,
-            "band": [0.02, 0.021],
-            "exposed": 0.0005,
-            "waits": False,
-            "ready": {"c": 0.0, "b": 0.004, "a": 0.008},
-            "codecs": {label: CODEC for label in changes() if label != "none"},
-            "optimizers": [],
-        }
+        seen = {**SEEN, "codecs": {label: CODEC for label in changes() if label != "none"}}
         return Figures(self.simulation, [{**seen, **more}], self.link)
 
-    def measure(self, watching):
+    def measure(self, watching, most):
+        assert most == LOW
         assert watching.complete
         return self.figures
 
     @property
     def label(self):
-        return compressors.name_of(self.simulation.config.method.compressor)
+        now = self.simulation.config
+        return next(label for label, made in candidates(now).items() if made.method == now.method)
 
     def train(self, count, exchanges=True):
         for _ in range(count):
@@ -104,8 +107,8 @@ class Job:
 
 def test_auto_changes_within_50_steps_of_a_fall_of_the_link_and_loses_nothing(monkeypatch):
     # A method with error feedback, which the study does not call safe, so that something could be lost.
-    safe = {"none", "topk"}
-    monkeypatch.setattr(advise, "risk_of", lambda label, *_: Risk(0 if label in safe else 3, "for this test"))
+    safe = {"none": {"compressor": "none"}, "topk": {"compressor": "topk"}}
+    monkeypatch.setattr(advise, "risk_of", lambda change, *_: Risk(3 * (change not in safe.values()), "for this test"))
     job = Job(monkeypatch)
     job.train(40)
     assert set(job.methods) == {"none"}
@@ -454,13 +457,58 @@ def test_the_gentlest_of_equal_rows_is_the_best_and_risky_ones_are_not(monkeypat
 
 
 def test_the_risk_follows_optimizer_error_and_evidence():
-    assert risk_of("none", 0.0, []).grade == 0
-    assert risk_of("fp16", 0.0, [ADAM]).grade == 0
-    assert risk_of("qsgd", 0.001, [ADAM]).grade == 1
-    assert risk_of("qsgd", 0.5, [ADAM]).grade == 2
-    assert "docs/adam.md" in risk_of("topk", 0.5, [ADAM]).reason
-    assert [risk_of("topk", 0.5, [optimizer]).grade for optimizer in (ADAM, SGD)] == [3, 2]
-    assert risk_of("powersgd", 0.5, [SGD]).grade == 2
+    def risk(name, error, optimizers, **options):
+        return risk_of({**compressors.needed(name), **options, "compressor": name}, error, optimizers)
+
+    assert risk("none", 0.0, []).grade == 0
+    assert risk("fp16", 0.0, [ADAM]).grade == 0
+    # Numbers below 6e-8 are zero in it.
+    assert "too small for fp16" in risk("fp16", 1.0, [ADAM]).reason
+    assert risk("qsgd", 0.001, [ADAM]).grade == 1
+    assert risk("qsgd", 0.5, [ADAM]).grade == 2
+    assert "docs/adam.md" in risk("topk", 0.5, [ADAM]).reason
+    assert [risk("topk", 0.5, [optimizer]).grade for optimizer in (ADAM, SGD)] == [3, 2]
+    for name in ("powersgd", "eden", "randomk"):
+        assert risk(name, 0.5, [SGD]).grade == 2
+    # The evidence is of one setting. It holds for those that lose less.
+    assert risk("blockwise", 0.001, [ADAM], format="int8").grade == 1
+    assert risk("qsgd", 0.001, [ADAM], quantum_num=1000).grade == 1
+    assert risk("qsgd", 0.001, [ADAM], communicator="allgather").grade == 1
+    stronger = risk("qsgd", 0.001, [ADAM], quantum_num=7)
+    assert (stronger.grade, "loses more than the recommended setting" in stronger.reason) == (2, True)
+
+
+def test_methods_are_compared_in_their_settings_from_the_gentlest_on():
+    found = changes()
+    assert [label for label in found if label.startswith("topk")] == ["topk:compress_ratio=0.1", "topk"]
+    families = {label.partition(":")[0] for label in found}
+    assert {"none", "fp16", "qsgd", "blockwise", "eden", "topk", "randomk", "powersgd"} <= families
+    sent = []
+    for change in found.values():
+        # A label is what the option --compressors reads.
+        config = grace.make_config(change)
+        sent.append(grace.Simulation(2, {"x": (512, 512)}, config).plan.wire_bytes)
+    assert found == {label: variant.config() for label, variant in zip(found, parse_variants(list(found)), strict=True)}
+    # Within a method, the bytes fall.
+    for name in families:
+        nbytes = [n for label, n in zip(found, sent, strict=True) if label.partition(":")[0] == name]
+        assert nbytes == sorted(nbytes, reverse=True)
+        assert len(set(nbytes)) == len(nbytes)
+
+
+def test_auto_measures_only_what_it_may_take(monkeypatch):
+    measured = []
+    job = Job(monkeypatch)
+    monkeypatch.setattr(advise, "measure_link", lambda exchange: FAST)
+    monkeypatch.setattr(advise, "measure_inside", lambda exchange: None)
+    monkeypatch.setattr(job.simulation, "everyone", lambda mine, *_: [mine])
+    watching = types.SimpleNamespace(
+        exchange=job.simulation,
+        figures=lambda configs: measured.append(set(configs)) or {**SEEN, "codecs": dict.fromkeys(configs, CODEC)},
+    )
+    assert set(advise.measure(watching)._plans) == set(changes())
+    assert set(advise.measure(watching, LOW)._plans) == {"none", *measured[1]}
+    assert measured == [set(changes()) - {"none"}, {"fp16", "qsgd", "blockwise:format=int8", "blockwise"}]
 
 
 def test_advice_says_in_words_that_a_method_always_or_never_pays(monkeypatch):
@@ -487,6 +535,15 @@ def test_advice_says_whether_it_pays_and_can_be_written(monkeypatch):
     # The accuracy of predictions is a part of every output.
     assert advice.to_dict()["accuracy"] == accuracy.ACCURACY._asdict()
     assert f"Predictions calibrated on 2 ranks missed {accuracy.ACCURACY.cells} measured steps" in str(advice)
+    # So is the band of each prediction, which is that of what-if.
+    row = advice.row("blockwise:format=int8")
+    found = next(each for each in advice.to_dict()["rows"] if each["label"] == row.label)
+    assert found["band"] == row.band == accuracy.ACCURACY.band(row.seconds)
+    line = next(line for line in advice.table.splitlines() if line.startswith(row.label))
+    assert "{:.4g} to {:.4g} ms".format(*(1e3 * each for each in row.band)) in line
+    assert found["changes"] == {"compressor": "blockwise", "format": "int8"}
+    chosen = dataclasses.replace(advice, best=row.label)
+    assert chosen.toml == 'format = "int8"\ncompressor = "blockwise"\n'
     reason = {"reason": "no gradient was seen that could be compressed"}
     left_out = job.measured(codecs={"fp16": CODEC, "qsgd": reason}).advice()
     assert "Left out: qsgd, because no gradient was seen" in str(left_out)

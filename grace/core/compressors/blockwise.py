@@ -59,6 +59,7 @@ _MANTISSA = 23
             *({"format": name} for name in ("int8", "int4", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2")),
             *({"format": name, "bucket_size": 32} for name in ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2")),
         ],
+        advised=[{"format": "int8"}, {}],
     ),
 )
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from grace.core.config.registry import About, Setting, compressors
             {"bits": 4, "shared_rotation": True},
             *({"bits": bits, "transforms": 1} for bits in (1, 2, 3, 4)),
         ],
+        advised=[{}, {"bits": 2}],
         digits=Setting(options={"bits": 2}),
     ),
 )

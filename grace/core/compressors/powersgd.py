@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         adam=False,
         tests=[{"compress_rank": 1}, {"compress_rank": 9}],
         errors=[{"compress_rank": rank} for rank in (4, 32)],
+        advised=[{"compress_rank": 32}, {}],
         digits=Setting(options={"compress_rank": 2}),
     ),
 )

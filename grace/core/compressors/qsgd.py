@@ -30,6 +30,7 @@ from grace.core.spec import Array, Payload
             *({"quantum_num": levels} for levels in (1, 3, 7, 15, 127)),
             *({"quantum_num": levels, "norm": "l2"} for levels in (7, 127)),
         ],
+        advised=[{}, {"quantum_num": 7}],
         digits=Setting(options={"quantum_num": 15}),
     ),
 )

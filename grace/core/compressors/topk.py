@@ -37,6 +37,7 @@ def advice_on_ratio(ratio: float) -> str | None:
         adam=False,
         tests=[{"compress_ratio": 0.1}, {"compress_ratio": 1.0}],
         errors=[{"compress_ratio": ratio} for ratio in (0.01, 0.1)],
+        advised=[{"compress_ratio": 0.1}, {}],
         digits=Setting(options={"compress_ratio": 0.01}),
     ),
 )

@@ -59,6 +59,8 @@ class About:
     tests: Sequence[Mapping[str, Any]] = ()
     #: Configurations in the table of errors.
     errors: Sequence[Mapping[str, Any]] = ({},)
+    #: Configurations of a compressor that advice compares, from the gentlest to the strongest.
+    advised: Sequence[Mapping[str, Any]] = ()
     digits: Setting = dataclasses.field(default_factory=Setting)
     #: Options for which no single default is good: fields without one, or `memory`.
     needs: Mapping[str, Need] = dataclasses.field(default_factory=dict)

@@ -614,11 +614,12 @@ def chosen_by_auto() -> dict[str, Any]:
         return Late(start(collective, name), nbytes)
 
     # A method with error feedback, so that something could be lost; the study does not call it safe.
-    safe = mock.patch.object(advise, "risk_of", lambda label, *_: Risk(3 * (label not in ("none", "topk")), "a test"))
+    safe = [{"compressor": name} for name in ("none", "topk")]
+    risk = mock.patch.object(advise, "risk_of", lambda change, *_: Risk(3 * (change not in safe), "a test"))
     quick = mock.patch.object(probe, "SECONDS", 0.02)
     methods, lost = [], dict.fromkeys(shapes, 0.0)
     rng = np.random.default_rng(RANK)
-    with mock.patch.object(exchange.transport, "_start", late), safe, quick:
+    with mock.patch.object(exchange.transport, "_start", late), risk, quick:
         for step in range(85):
             if step == 30:
                 link[0] = 12.5e6

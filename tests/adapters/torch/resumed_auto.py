@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import grace.torch
 from grace.advice import probe
+from grace.advice.candidates import Risk
 from tests.adapters.torch import fsdp_scenarios, launched
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import batches, digest, make_net, sgd
@@ -118,6 +119,7 @@ def resumed(folder: Path, way: str, size: int, point: str) -> dict[str, Any]:
 def preferring(label: str) -> Iterator[None]:
     """Let the compressor "auto" take one method, whatever it measures."""
     with (
+        mock.patch("grace.advice.advise.risk_of", return_value=Risk(0, "a test")),
         mock.patch("grace.advice.advise.best_of", return_value=label),
         mock.patch("grace.advice.auto.best_of", return_value=label),
         mock.patch("grace.advice.auto.gains", return_value=True),
