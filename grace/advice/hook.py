@@ -208,33 +208,6 @@ def _change_horovod_keras(module: Any) -> None:
     module.DistributedOptimizer = wrapped
 
 
-def _change_keras(module: Any) -> None:
-    """Let `fit` measure between two batches, where no graph runs."""
-    fit = module.Model.fit
-
-    class Between(module.callbacks.Callback):  # type: ignore[misc]
-        """Lets the advisor of the model's exchange decide after each batch."""
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            optimizer = self.model.optimizer
-            advisor = getattr(getattr(optimizer, "inner_optimizer", optimizer), "grace", None)
-            if advisor is not None and advisor.advisor is not None:
-                advisor.advisor.decide()
-
-    @functools.wraps(fit)
-    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(fit).bind(model, *args, **kwargs)
-        callbacks = given.arguments.get("callbacks") or []
-        if isinstance(callbacks, module.callbacks.CallbackList):
-            callbacks.append(Between())
-        else:
-            callbacks = [*(callbacks if isinstance(callbacks, list | tuple) else [callbacks]), Between()]
-        given.arguments["callbacks"] = callbacks
-        return fit(*given.args, **given.kwargs)
-
-    module.Model.fit = watched
-
-
 def _refused(what: str) -> Callable[..., None]:
     """Return a function that ends the job."""
 
@@ -250,5 +223,4 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "torch.distributed.fsdp": _change_fsdp,
     "horovod.keras": _change_horovod_keras,
     "horovod.tensorflow.keras": _change_horovod_keras,
-    "keras": _change_keras,
 }

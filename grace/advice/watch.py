@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # A codec is timed on so many of the largest tensors, each cut to so many elements, and on the first ones of each. The
 # default rules compress no smaller tensor.
 _TENSORS, _ELEMENTS, _SMALL, _REPETITIONS = 3, 1_000_000, 1_024, 3
+# After so many seconds, no more candidates are measured: advice is there within a minute.
+_LONGEST = 30.0
 # A rank merges payloads of at most so many ranks while it is timed. The cost of more goes on as between these.
 _MERGED = (2, 4)
 
@@ -117,9 +119,16 @@ class Watch:
 
     def figures(self, candidates: Mapping[str, Config]) -> dict[str, Any]:
         """Return the same, the cost of the candidates by label, and the optimizers."""
+        begin, codecs = time.perf_counter(), dict[str, dict[str, Any]]()
+        for label, config in candidates.items():
+            if time.perf_counter() - begin > _LONGEST:
+                # The gentlest ones come first.
+                codecs[label] = {"reason": f"the methods before it took {_LONGEST:.0f} s to measure"}
+            else:
+                codecs[label] = self._codec(config)
         return {
             **self.seen(),
-            "codecs": {label: self._codec(config) for label, config in candidates.items()},
+            "codecs": codecs,
             "optimizers": [list(optimizer) for optimizer in self.exchange.optimizers],
         }
 

@@ -66,6 +66,10 @@ class Exchange(core.Exchange, tf.Module):
     takes_references = True
     # True if the ranks may step on their own: an optimizer has the weights, and a tape has none.
     takes_outer = False
+    # True if the compressor "auto" may choose.
+    takes_auto = True
+    # True in a batch of `fit`, before which the advisor has decided, and whose function is traced again after a change.
+    in_batch = False
     # Returns the buffers, as soon as they are known.
     _buffers: Callable[[], Sequence[Any]] | None = None
     #: The process set of Horovod whose ranks take part; an exchange that was loaded needs it before its first step.
@@ -87,7 +91,7 @@ class Exchange(core.Exchange, tf.Module):
         check_predivide(gradient_predivide_factor, average, f"op=hvd.Average ({hvd.Average})", op, where)
         refuse_typos(options, type(self), where)
         made = make_config(config, **options)
-        check_auto(made, where, False)
+        check_auto(made, where, self.takes_auto and not is_elastic())
         core.Exchange.__init__(self, made, (), [], tensorflow_ops, prefix="bucket", delegate=self._delegated)
         if not self.takes_outer:
             refuse_outer(self.config, where)
@@ -131,7 +135,7 @@ class Exchange(core.Exchange, tf.Module):
         """
         if self._step is None:
             raise StepError("stats() describes the last step, and there is none yet; call it after the first step.")
-        return self.run.stats(self.times, self._track_norms)
+        return self._with_auto(self.run.stats(self.times, self._track_norms))
 
     def announce(self, stages: Sequence[tuple[int, Plan]], step: int | None = None) -> None:
         """Tell the user on rank 0 what is sent, after the handshake."""
@@ -252,7 +256,7 @@ class Exchange(core.Exchange, tf.Module):
             self.rank, self.ranks = self._rank_of_ranks()
             self._make_others()
             self._runs = [self._run_for(self.ranks, self._make_variable)]
-        self._measure_for_advise()
+        self._start_watching()
 
     def _run_for(self, ranks: Ranks, make_variable: Callable[[str, tf.Tensor], tf.Variable]) -> VariableRun:
         """Return the run that the exchange has with these ranks, at its start."""
@@ -523,6 +527,11 @@ class Exchange(core.Exchange, tf.Module):
             return ConfigError(
                 "XLA cannot compile Horovod's collectives; pass jit_compile=False to model.compile() or tf.function()."
             )
+        if self.config.auto and not tf.executing_eagerly() and not self.in_batch:
+            return ConfigError(
+                "the compressor 'auto' changes the method between steps, and a graph of yours would have to be traced "
+                "again; train by fit() or train_on_batch(), or without tf.function, or name a compressor."
+            )
         if self.elastic and not self.synchronized:
             return StepError(
                 "elastic Horovod keeps no residuals in its own states; pass the optimizer, or for tapes an Exchange, "
@@ -554,6 +563,8 @@ class Exchange(core.Exchange, tf.Module):
         differ.
         """
         step = self._agreed(gradients, zeros)
+        if tf.executing_eagerly() and self.advisor is not None:
+            self.advisor.decide()
         return step(gradients, absent=absent, loss_scale=loss_scale, references=references)
 
     def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool = True) -> list[tf.Tensor]:

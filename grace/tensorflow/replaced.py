@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from grace.core.errors import ConfigError
 from grace.tensorflow.branches import always
+from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.optim.exchanging import Exchanging
 from grace.tensorflow.optimizer import Distributed, innermost
@@ -124,12 +125,38 @@ def _without_old_functions(keras_make: Any) -> Any:
         if exchanges and inner.grace.config.outer is not None and self.built and not inner.built:
             # Its `scale_loss` comes before its first step.
             inner.build(self.trainable_variables)
-        result = keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))
-        if exchanges and self.train_function is not None:
+        keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))
+        exchange = getattr(inner, "grace", None)
+        if exchange is not None and self.train_function not in _made:
+            self.train_function = _deciding(self.train_function, weakref.ref(self), exchange, keras_make)
             _made.add(self.train_function)
-        return result
+        return self.train_function
 
     return make_train_function
+
+
+def _deciding(train: Any, model: Callable[[], Any], exchange: Exchange, keras_make: Any) -> Any:
+    """Return a train function of a model that lets the advisor of its exchange decide first, where no graph runs.
+
+    After a change of the method, the function of Keras is traced again.
+    """
+
+    def train_function(*given: Any) -> Any:
+        nonlocal train
+        changes = len(exchange.history)
+        if exchange.advisor is not None:
+            exchange.advisor.decide()
+        if len(exchange.history) != changes:
+            trained = model()
+            keras_make(trained, True)
+            train, trained.train_function = trained.train_function, train_function
+        exchange.in_batch = True
+        try:
+            return train(*given)
+        finally:
+            exchange.in_batch = False
+
+    return train_function
 
 
 keras.optimizers.LossScaleOptimizer.apply = _with_one_decision(keras.optimizers.LossScaleOptimizer.apply)

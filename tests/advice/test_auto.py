@@ -592,6 +592,20 @@ def test_codecs_are_measured_on_gradients_of_the_job():
     assert seen["codecs"]["qsgd"]["element"] > 0
 
 
+def test_no_more_candidates_are_measured_after_a_while(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    watching = Watch(grace.Simulation(2, TENSORS, {"compressor": "none"}), 1)
+    for now[0] in (0.0, 1.0):
+        watching.begin()
+    monkeypatch.setattr(watching, "_codec", lambda config: now.__setitem__(0, now[0] + 14.0) or CODEC)
+    codecs = watching.figures(dict.fromkeys(["a", "b", "c", "d"]))["codecs"]
+    assert codecs == {
+        **dict.fromkeys(["a", "b", "c"], CODEC),
+        "d": {"reason": "the methods before it took 30 s to measure"},
+    }
+
+
 def test_a_codec_is_timed_when_the_device_has_nothing_left_to_do(monkeypatch):
     log: list[str] = []
     monkeypatch.setattr(watch.time, "perf_counter", lambda: float(log.append("clock") or len(log)))

@@ -21,7 +21,7 @@ _MODULES = [
     for name in (
         *("exchange", "half_sum", "checkpoint", "schedule", "timeline", "usage", "callback", "rare_usage", "refusal"),
         *("saving", "loss_scaling", "sparse", "tape", "replica", "waiting", "promise", "elastic", "optim"),
-        "outer",
+        *("outer", "auto"),
     )
 ]
 

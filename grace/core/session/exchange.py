@@ -83,15 +83,15 @@ class Exchange:
         self.warned: set[str] = set()
         #: What watches the steps, for `advise` and for the compressor "auto".
         self.advisor: Watch | None = None
-        if config.auto:
+        self._start_watching()
+
+    def _start_watching(self) -> None:
+        """Watch the steps for the compressor "auto", or for the command `grace advise` if that has started the job."""
+        if self.config.auto:
             # Here, because advice is about exchanges.
             from grace.advice.auto import Auto
 
             self.advisor = Auto(self)
-        self._measure_for_advise()
-
-    def _measure_for_advise(self) -> None:
-        """Let the command `grace advise` measure the exchange, if that has started this job."""
         if self.watches and self.config.outer is None and self.size > 1 and "GRACE_ADVISE" in os.environ:
             from grace.advice.launched import Launched
 
@@ -229,9 +229,12 @@ class Exchange:
 
     def _stats(self, run: Run) -> dict[str, Any]:
         outer = self.outer_of(run)
-        found = run.stats() if outer is None else {**run.stats(), "outer": outer.stats()}
+        return self._with_auto(run.stats() if outer is None else {**run.stats(), "outer": outer.stats()})
+
+    def _with_auto(self, stats: dict[str, Any]) -> dict[str, Any]:
+        """Return statistics with those of the compressor "auto"."""
         told = {} if self.advisor is None else self.advisor.stats()
-        return {**found, "auto": told} if told else found
+        return {**stats, "auto": told} if told else stats
 
     def scalars(self) -> dict[str, float]:
         """Return the main numbers of `stats` by name, for TensorBoard, Weights & Biases and other loggers.

@@ -31,6 +31,7 @@ class Momenta(OptimizerExchange):
     """The exchange of momenta, which are float32 or float64."""
 
     takes_outer = False
+    takes_auto = False
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
