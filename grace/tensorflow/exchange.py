@@ -278,8 +278,10 @@ class Exchange(core.Exchange, tf.Module):
 
     def _delegated(self, item: Assignment) -> bool:
         """Return whether Horovod reduces the tensor: it can add the dtype of a dense one, and gather rows."""
-        paired = self.config.outer is not None and self.config.outer.pairs
-        dense = item.dense and item.spec.dtype != "bfloat16" and not item.spec.complex and not paired
+        outer = self.config.outer
+        # Where ranks are out, a communicator that does not add lets them send less.
+        kept = outer is not None and (outer.pairs or (outer.participation < 1 and not item.method.communicator.adds))
+        dense = item.dense and item.spec.dtype != "bfloat16" and not item.spec.complex and not kept
         return dense or item.spec.name in self._rows
 
     def _merge(self, run: VariableRun, states: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,6 @@ import tensorflow as tf
 from grace.core.communicators.pairs import from_partner, partner_of, to_partner
 from grace.core.errors import MismatchError, StepError
 from grace.core.methods.memory import keeps_nothing
-from grace.core.session.meeting import weighed
 from grace.core.spec import TensorSpec
 from grace.core.state.carry import splice_units
 from grace.core.state.states import States, UnitStates
@@ -56,16 +55,28 @@ class GraphStep:
         self._mean_step: tuple[list[Stage], Any] | None = None
 
     def _trace(
-        self, absent: frozenset[int], scale: tf.DType | None, only: frozenset[int] | None, resting: bool, second: bool
+        self,
+        absent: frozenset[int],
+        scale: tf.DType | None,
+        only: frozenset[int] | None,
+        resting: bool,
+        second: bool,
+        leaves_out: bool,
     ) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
 
         With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps. A rank
-        that is `resting` sends zeros. With `second`, there are second gradients as well.
+        that is `resting` sends zeros. With `second`, there are second gradients as well, and if it `leaves_out` ranks,
+        there is a vector that says which.
         """
         exchange, transport, run = self._exchange, self.transport, self._states
 
-        def step(gradients: Sequence[Gradient], references: Sequence[Gradient], scales: Sequence[tf.Tensor]) -> Any:
+        def step(
+            gradients: Sequence[Gradient],
+            references: Sequence[Gradient],
+            scales: Sequence[tf.Tensor],
+            out: Sequence[tf.Tensor],
+        ) -> Any:
             exchange.traces += 1
             transport.end_turn([run.check_full(not second)])
             self._begin(gradients, True)
@@ -74,7 +85,7 @@ class GraphStep:
             lr = exchange._learning_rate()
 
             def exchanged(stage: Stage) -> list[Gradient]:
-                return self._exchanged(stage, gradients, references, lr, absent, only, resting, *scales)
+                return self._exchanged(stage, gradients, references, lr, absent, only, resting, out, *scales)
 
             merged = list(run.select(exchanged))
             results = tf.nest.flatten(merged, expand_composites=True)
@@ -87,7 +98,8 @@ class GraphStep:
 
         forms = [signature_of(spec, kind) for spec, kind in self._kinds]
         scales = [] if scale is None else [tf.TensorSpec([], scale)]
-        return tf.function(step, input_signature=[forms, forms if second else [], scales], autograph=False)
+        out = [tf.TensorSpec([], tf.bool)] * (self.size if leaves_out else 0)
+        return tf.function(step, input_signature=[forms, forms if second else [], scales, out], autograph=False)
 
     def _under_way(self) -> str:
         (first, _), *others = self._kinds
@@ -119,11 +131,12 @@ class GraphStep:
         only: frozenset[int] | None = None,
         resting: bool = False,
         references: Sequence[Gradient | None] | None = None,
+        out: Sequence[tf.Tensor] = (),
     ) -> list[Gradient | None]:
         """Exchange gradients; see `Exchange.__call__`.
 
-        A rank that is `resting` sends zeros, and keeps its memories. If outer steps follow what this rank has sent,
-        that comes after the merged gradients.
+        A rank that is `resting` sends zeros, and keeps its memories; `out` says of each rank whether it is known to
+        rest. If outer steps follow what this rank has sent, that comes after the merged gradients.
         """
 
         def given(some: Sequence[Gradient | None]) -> list[Gradient]:
@@ -134,8 +147,8 @@ class GraphStep:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
         second, scales = references is not None, [] if loss_scale is None else [loss_scale]
-        graph = self._graph(absent, scales[0].dtype if scales else None, only, resting, second)
-        merged = _call(graph, given(gradients), given(references) if second else [], scales)
+        graph = self._graph(absent, scales[0].dtype if scales else None, only, resting, second, bool(out))
+        merged = _call(graph, given(gradients), given(references) if second else [], scales, list(out))
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
@@ -143,25 +156,24 @@ class GraphStep:
         ]
 
     def meet(
-        self, changes: Mapping[int, tf.Tensor], factor: tf.Tensor | None
+        self, changes: Mapping[int, tf.Tensor], inside: tf.Tensor | None, absent: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Exchange what some variables have moved, by their indices, at a meeting.
 
-        Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes `factor`
-        times its changes, or nothing if that is 0; None stands for 1.
+        Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes its
+        changes if it is `inside`; None stands for true. `absent` is as for `Step.leave_out`.
         """
         members, count = frozenset(changes), len(self._kinds)
-        weighted = dict(zip(changes, weighed(tensorflow_ops("cpu"), [*changes.values()], factor), strict=True))
-        given = [weighted.get(i) for i in range(count)]
+        given = [changes.get(i) for i in range(count)]
 
         def exchanged(resting: bool) -> list[Gradient | None]:
-            found = self(given, only=members, resting=resting)
+            found = self(given, only=members, resting=resting, out=absent)
             return [x for i, x in enumerate(found) if i % count in members]
 
-        if factor is None:
+        if inside is None:
             found = exchanged(False)
         else:
-            found = tf.cond(factor > 0, lambda: exchanged(False), lambda: exchanged(True))
+            found = tf.cond(inside, lambda: exchanged(False), lambda: exchanged(True))
         return found[: len(members)], found[len(members) :]
 
     def paces(self, places: Sequence[int]) -> tf.Tensor:
@@ -288,6 +300,7 @@ class GraphStep:
         absent: frozenset[int],
         only: frozenset[int] | None,
         resting: bool,
+        out: Sequence[tf.Tensor],
         loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
         exchange, transport = self._exchange, self.transport
@@ -322,11 +335,9 @@ class GraphStep:
             times=exchange.times,
             full=plan.period > 0 and not references,
         )
+        step.leave_out(out, out=resting)
         for item in plan.exchanged:
-            if resting:
-                step.rest(item.spec.name, lr, alone=True)
-            else:
-                step.ready(item.spec.name, given[item.spec.name], lr, second.get(item.spec.name))
+            step.ready(item.spec.name, given[item.spec.name], lr, second.get(item.spec.name))
         outcome = step.finish()
         merged.update(outcome.merged)
         self._commit(stage, outcome.states.units, [merged[name] for name in given], absent, loss_scale)

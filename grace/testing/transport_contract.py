@@ -93,6 +93,8 @@ class TransportContract:
         """Its collectives may be of lengths that all ranks know, of others, and of several rounds."""
         size = transports[0].size
         for length in (7, 1_600_001):
+            known = [length] * (size - 1) + [16]
+            sent = [[n] * size for n in known]
             for t in transports:
                 t.announce(f"plan {length}", f"announced_{length}")
             # What rank j receives from each rank is longer by j.
@@ -105,6 +107,11 @@ class TransportContract:
                     collectives.allgather(_row(ops, t.rank, length), equal=True),
                     collectives.allgather(_row(ops, t.rank, length + t.rank)),
                     collectives.allreduce(self._given(ops, t.rank, length, "float32")),
+                    # Known lengths that differ: the last rank has little to say.
+                    collectives.allgather(_row(ops, t.rank, known[t.rank]), lengths=[[n] for n in known]),
+                    collectives.alltoall(
+                        [_row(ops, 10 * t.rank + to, known[t.rank]) for to in range(size)], lengths=sent
+                    ),
                 ]
                 for t in transports
             ]
@@ -116,7 +123,11 @@ class TransportContract:
                 ]
                 for t, *rounds in zip(transports, traded, others, strict=True)
             ]
-            for t, (trade, equal, other, total) in zip(transports, handles, strict=True):
+            for t, (trade, equal, other, total, few, traded_few) in zip(transports, handles, strict=True):
+                rows = [host(ops, _row(ops, rank, n)) for rank, n in enumerate(known)]
+                assert same(host(ops, few.wait()), np.concatenate(rows)), length
+                rows = [host(ops, _row(ops, 10 * rank + t.rank, n)) for rank, n in enumerate(known)]
+                assert same(host(ops, traded_few.wait()), np.concatenate(rows)), length
                 rows = [_row(ops, 10 * rank + t.rank, length + t.rank) for rank in range(size)]
                 assert same(host(ops, trade.wait()), np.concatenate([host(ops, row) for row in rows])), length
                 gathered = equal.wait()

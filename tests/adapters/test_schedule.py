@@ -116,6 +116,19 @@ def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
     assert ranks[0]["streaming"]["stats"]["rounds"] == 1 + 2
 
 
+@on(TWO, *(Launch(TORCH, "torchrun", ranks) for ranks in (2, 3, 4)), usual={Launch(TORCH, "torchrun", 3)})
+def test_ranks_that_are_out_send_a_header(launch):
+    ranks = scenario("outer_participation", launch)
+    for name in ranks[0]:
+        for rank in ranks:
+            assert not any([*rank[name]["off"], *rank[name]["resumed"]]), name
+            assert all(real == simulated for real, simulated in rank[name]["sent"]), name
+        counts = {sum(inside) for inside in zip(*(rank[name]["inside"] for rank in ranks), strict=True)}
+        assert counts == {-(-launch.ranks // 2)}, name
+    for inside, sent in [x for r in ranks for x in zip(r["allgather"]["inside"], r["allgather"]["sent"], strict=True)]:
+        assert (sent[0] == 16) == (not inside)
+
+
 @on(TORCHRUN, Launch(TORCH, "torchrun", 4))
 def test_outer_steps_of_accumulated_clipped_and_averaged_momenta_are_those_of_plain_pytorch(launch):
     for rank in scenario("outer_by_hand", launch):

@@ -78,10 +78,10 @@ def test_what_would_keep_an_error_twice_is_refused(caplog):
 class Apart:
     """Ranks that take SGD steps on (1 + r) |w - a_r|^2 / 2, corrected by their control variates."""
 
-    def __init__(self, config, ranks, framework="numpy"):
+    def __init__(self, config, ranks, framework="numpy", **outer):
         config = {**config, "default_rules": False}
         self.sim = grace.Simulation(
-            ranks, {"w": (30,)}, config, outer={"every": 4, "variates": True}, framework=framework
+            ranks, {"w": (30,)}, config, outer={"every": 4, "variates": True, **outer}, framework=framework
         )
         self.ops = self.sim.run.ops("cpu")
         start = {"w": array(self.ops, np.zeros(30), "float32")}
@@ -168,11 +168,62 @@ def test_control_variates_of_compressed_changes_follow_the_papers(framework, ran
     assert (training.variates() == resumed.variates()).all()
 
 
-@pytest.mark.parametrize("method", list(CONFIGS))
+IN_PART = {"scaffold": {"compressor": "none"}, "scallion": CONFIGS["scallion"], "scafcom": CONFIGS["scafcom"]}
+
+
+@frameworks_and_ranks
+@pytest.mark.parametrize("method", list(IN_PART))
+def test_control_variates_follow_the_papers_where_a_part_of_the_ranks_contributes(framework, ranks, method):
+    """c_i of a rank changes if it is inside, c of the server by the sum of the changes over all N ranks.
+
+    The weights move by c and the mean over the ranks inside.
+    """
+    pytest.importorskip(framework)
+    lr, steps = 0.02, 4
+    training, resumed = (Apart(IN_PART[method], ranks, framework, participation=0.6) for _ in "ab")
+    x, server = np.zeros(30), np.zeros(30)
+    c, running, drawn_ranks = [np.zeros(30)] * ranks, [np.zeros(30)] * ranks, set()
+    for meeting in range(10):
+        before = training.values()
+        inside = [rank for rank in range(ranks) if training.sim.stats(rank)["outer"]["participates"]]
+        drawn_ranks.add(tuple(inside))
+        y = [x] * ranks
+        for step in range(steps):
+            y = [w - lr * (training.gradient(r, w) - c[r] + server) for r, w in enumerate(y)]
+            for each in [training, resumed] if (meeting, step) > (3, 1) else [training]:
+                each.step(lr)
+            if (meeting, step) == (3, 1):
+                assert resumed.sim.load_state_dict(copy.deepcopy(training.sim.state_dict()))
+                resumed.weights = list(training.weights)
+        changes, pace = [np.zeros(30)] * ranks, 1.0
+        if method == "scallion":
+            pace = 0.25
+            drawn = np.abs((before - training.values()) / (steps * lr) - server) > 1e-5
+            assert drawn.sum() == 15
+        for r in inside:
+            gradient = (x - y[r]) / (steps * lr) + c[r] - server
+            if method == "scafcom":
+                running[r] = 0.7 * running[r] + 0.3 * gradient
+                changes[r] = largest(running[r] - c[r], 6)
+            else:
+                changes[r] = (2 * drawn if method == "scallion" else 1) * (gradient - c[r])
+        x = x - steps * lr * (server + pace * sum(changes) / len(inside))
+        c = [mine + pace * change for mine, change in zip(c, changes, strict=True)]
+        server = server + pace * sum(changes) / ranks
+        np.testing.assert_allclose(training.values(), x, rtol=1e-4, atol=4e-5)
+        np.testing.assert_allclose(training.variates(), np.array(c) - server, rtol=1e-3, atol=1e-3)
+    assert len(drawn_ranks) > 1 or ranks == 2
+    for each in (training.values, training.variates):
+        assert (each() == getattr(resumed, each.__name__)()).all()
+
+
+@pytest.mark.parametrize("method", [*CONFIGS, *(f"{method}, in part" for method in IN_PART)])
 def test_with_compressed_control_variates_ranks_that_differ_reach_the_optimum_of_all(method):
-    training, without = (Apart(CONFIGS[method], 3) for _ in "ab")
+    method, _, part = method.partition(", ")
+    outer = {"participation": 0.6} if part else {}
+    training, without = (Apart({**CONFIGS, **IN_PART}[method], 3, **outer) for _ in "ab")
     without.sim.variates = lambda rank: {"w": np.float32(0)}
-    for _ in range(320):
+    for _ in range(520 if part else 320):
         training.step(0.05)
         without.step(0.05)
     assert np.abs(training.values() - Apart.optimum(3)).max() < 0.01

@@ -97,7 +97,7 @@ def test_what_pairs_cannot_do_is_refused():
     for other in ({"alpha": 0.5}, {"optimizer": "elastic"}, {"warmup": 4}, {"dense_every": 2}, {"weight": [1, 2]}):
         with pytest.raises(ConfigError, match="with pairs, there is no mean of all ranks"):
             grace.make_config(NONE, outer={"every": 4, "pairs": True, **other})
-    with pytest.raises(ConfigError, match="variates need meetings of all ranks"):
+    with pytest.raises(ConfigError, match="variates need ranks of equal weight"):
         grace.make_config(NONE, outer={"every": 4, "pairs": True, "variates": True})
     for other in ({"adapt": "loss"}, {"buffers": "first"}):
         with pytest.raises(ConfigError, match="with pairs, a rank knows the loss and the buffers of one other only"):

@@ -126,6 +126,23 @@ class AddsWhereItShouldCompare(SimulatedTransport):
         return super()._start(collective._replace(op="sum"), name)
 
 
+@breaks("test_announced_step")
+class SendsAsMuchAsTheFirst(SimulatedTransport):
+    """Takes known lengths as if all were those of the first rank."""
+
+    def _start(self, collective, name):
+        handle = super()._start(collective, name)
+        if collective.lengths is None:
+            return handle
+        length = collective.lengths[0][0]
+
+        def result(rows):
+            pad = self._ops.zeros(length, "uint8")
+            return self._ops.concat([self._ops.concat([row[0], pad])[:length] for row in rows])
+
+        return dataclasses.replace(handle, result=result)
+
+
 @breaks("test_allgather")
 class GathersBackwards(_Deviating):
     kind = "allgather"

@@ -128,6 +128,6 @@ class Allgather(Communicator):
 
 
 def _gather(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
-    buffer = layout.encode(bucket.ops, bucket.coded, bucket.flags, bucket.stamp, bucket.buffer)
-    (data,) = yield [collectives.allgather(buffer, equal=layout.fixed)]
-    return layout.decode(bucket.ops, data, bucket.size, bucket.stamp)
+    equal, lengths = layout.fixed and not bucket.absent, bucket.lengths([layout])
+    (data,) = yield [collectives.allgather(bucket.encode(layout), equal=equal, lengths=lengths)]
+    return bucket.decode(layout, data)

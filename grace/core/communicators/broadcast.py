@@ -39,12 +39,13 @@ class Broadcast(Communicator):
 
 
 def _broadcast(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:
-    ops = bucket.ops
-    buffer = layout.encode(ops, bucket.payloads, bucket.flags, bucket.stamp)
-    empty = ops.length(buffer)
+    ops, lengths = bucket.ops, [layout.nbytes] * bucket.size
+    if bucket.absent:
+        shorter = layout.nbytes - layout.header.nbytes
+        lengths = [layout.nbytes - shorter * ops.size(ops.cast(gone, "int32")) for gone in bucket.absent]
+    buffer = bucket.encode(layout)
     buffers = yield [
-        collectives.broadcast(buffer if root == bucket.rank else ops.zeros(empty, "uint8"), root)
-        for root in range(bucket.size)
+        collectives.broadcast(buffer if root == bucket.rank else ops.zeros(length, "uint8"), root)
+        for root, length in enumerate(lengths)
     ]
-    data = buffers[0] if bucket.size == 1 else ops.concat(buffers)
-    return layout.decode(ops, data, bucket.size, bucket.stamp)
+    return bucket.decode(layout, buffers[0] if bucket.size == 1 else ops.concat(buffers))

@@ -194,7 +194,7 @@ def _by_nodes(
     peers = range(local, bucket.size, local_size)
     there = collectives.alltoall(encode_shards(first, owned, bucket))
     data = yield from among(here, _alone(there), ops, bucket.rank, bucket.size)
-    arrived = first[local].decode(ops, data, local_size, stamp)
+    arrived = bucket.decode(first[local], data, owned[local], here)
     mine = [bucket.steps[i] for i in owned[local]]
     inner = []
     for step, theirs, bad in zip(mine, arrived.payloads, arrived.flags, strict=True):

@@ -86,7 +86,7 @@ class SparseAllreduce(Communicator):
         # The number of entries is known at run time only.
         layout = GatherLayout([unit.spec for unit in units], fields, [unit.guarded for unit in units], checksum)
         run = {"split": _split, "union": _union, "tree": _tree}[self.reduction]
-        return Route(layout.nbytes, layout.fixed, functools.partial(run, layout), remembers=True)
+        return Route(layout.nbytes, layout.fixed, functools.partial(_without_rests, run, layout), remembers=True)
 
 
 def _entries(unit: Unit, reduction: str) -> tuple[Field, ...]:
@@ -103,6 +103,16 @@ def _is_counted(unit: Unit) -> bool:
         ratio = ratio_of(unit.compressor) or _USUAL_RATIO
         length = keep_count(ratio, unit.spec.numel)
     return length >= _COUNTED_FROM
+
+
+def _without_rests(
+    run: Callable[[GatherLayout, BucketStep], Program[Received]], layout: GatherLayout, bucket: BucketStep
+) -> Program[Received]:
+    """Run a reduction in which a rank that contributes nothing has no entries."""
+    for step in bucket.steps:
+        if step.rests:
+            step.payload, step.sends_nothing = {name: x[:0] for name, x in step.payload.items()}, True
+    return (yield from run(layout, bucket))
 
 
 def _split(layout: GatherLayout, bucket: BucketStep) -> Program[Received]:

@@ -176,9 +176,10 @@ def _two_shots(
 ) -> Program[Received]:
     """Run both shots; `owned` holds the indices of each owner's units in the bucket."""
     ops, stamp = bucket.ops, bucket.stamp
-    fixed = all(layout.fixed for layout in first)
-    (data,) = yield [collectives.alltoall(encode_shards(first, owned, bucket), equal=fixed)]
-    arrived = first[bucket.rank].decode(ops, data, bucket.size, stamp)
+    fixed = all(layout.fixed for layout in first) and not bucket.absent
+    shots = encode_shards(first, owned, bucket)
+    (data,) = yield [collectives.alltoall(shots, equal=fixed, lengths=bucket.lengths(first))]
+    arrived = bucket.decode(first[bucket.rank], data, owned[bucket.rank])
     onward = []
     for i, theirs, bad in zip(owned[bucket.rank], arrived.payloads, arrived.flags, strict=True):
         step = bucket.steps[i].onward
@@ -197,11 +198,7 @@ def _two_shots(
 
 def encode_shards(layouts: Sequence[GatherLayout], owned: Sequence[Sequence[int]], bucket: BucketStep) -> list[Array]:
     """Return this rank's buffers for each owner of shards; `owned` holds the indices of its units in the bucket."""
-    payloads, flags = bucket.coded, bucket.flags
-    return [
-        layout.encode(bucket.ops, [payloads[i] for i in indices], [flags[i] for i in indices], bucket.stamp)
-        for layout, indices in zip(layouts, owned, strict=True)
-    ]
+    return [bucket.encode(layout, indices) for layout, indices in zip(layouts, owned, strict=True)]
 
 
 def by_unit(rows: Sequence[Received], owned: Sequence[Sequence[int]], in_step: Sequence[Array]) -> Received:

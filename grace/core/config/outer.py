@@ -147,11 +147,6 @@ class OuterSteps:
             )
         if any(weight <= 0 for weight in self.weight):
             raise ConfigError(f"outer: each weight must be positive, received {list(self.weight)}.")
-        if self.participation < 1 and self.delay:
-            raise ConfigError(
-                f"outer: with participation = {self.participation:g}, a change must be applied at once; leave "
-                f"delay = {self.delay} out."
-            )
         if not 0 <= self.relevance < 1:
             raise ConfigError(
                 f"outer: relevance is a share of the elements, at least 0 and below 1; received {self.relevance!r}."
@@ -162,11 +157,16 @@ class OuterSteps:
                 f"outer: with relevance = {self.relevance:g}, the whole model meets at once, and who contributes "
                 "follows from what a rank has moved; leave delay, fragments, participation, weight and variates out."
             )
-        if self.variates and (self.delay or self.keeps_own or not self.is_plain_mean):
+        if self.variates and (self.delay or self.keeps_own or self.weight):
             raise ConfigError(
-                "outer: variates need meetings of all ranks, after which they go on with equal weights at once; leave "
-                "variates out, or alpha, delay, participation, weight, pairs and optimizer = 'elastic', received "
+                "outer: variates need ranks of equal weight, which go on with equal weights at once after a meeting; "
+                "leave variates out, or alpha, delay, weight, local_error, pairs and optimizer = 'elastic', received "
                 f"{self}."
+            )
+        if self.variates and self.participation < 1 and self.dense_every:
+            raise ConfigError(
+                "outer: where a part of the ranks contributes, control variates go with one method in all meetings, "
+                f"received dense_every = {self.dense_every}; leave it out, or participation, or variates."
             )
         if self.local_error and (self.delay or self.alpha or not self.optimizer.agrees or not self.is_plain_mean):
             raise ConfigError(
@@ -308,17 +308,18 @@ class OuterSteps:
         """True if all ranks contribute to all meetings, with equal weights."""
         return self.participation == 1 and not self.weight and not self.relevance
 
-    def factor(self, step: int, rounds: int, rank: int, size: int, seed: int) -> float:
-        """Return the factor on what a rank contributes to the plain mean of a meeting; 0 if it is out.
+    def factors(self, step: int, rounds: int, size: int, seed: int) -> list[float]:
+        """Return the factor on what each rank contributes to the plain mean of a meeting; 0 for those that are out.
 
         `step` is the inner step that it follows, and `rounds` the number of meetings before it.
         """
         if self.is_plain_mean or step <= self.warmup:
-            return 1.0
+            return [1.0] * size
         order = sorted(range(size), key=lambda r: hashlib.sha256(f"{seed}/{rounds}/{r}".encode()).digest())
         inside = order[: math.ceil(self.participation * size - 1e-9)]
         weight = self.weight or (1.0,) * size
-        return weight[rank] * size / math.fsum(weight[r] for r in inside) if rank in inside else 0.0
+        total = math.fsum(weight[r] for r in inside)
+        return [weight[r] * size / total if r in inside else 0.0 for r in range(size)]
 
     def number(self, step: int, rounds: int) -> int:
         """Return the number of the meeting of the last fragment after inner step `step`, from 1 on.

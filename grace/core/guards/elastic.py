@@ -20,6 +20,11 @@ def _check_meetings(outer: OuterSteps | None, where: str) -> None:
             f"{where}: in elastic mode, ranks come and go, so that outer cannot have a number per rank as weight, nor "
             f"pairs, whose ranks have anchors of their own; leave them out, received {outer}."
         )
+    if outer is not None and outer.participation < 1 and outer.delay:
+        raise ConfigError(
+            f"{where}: in elastic mode, ranks may go while a change is on its way, and nobody knows then how many of "
+            f"the others have contributed to it; leave delay or participation out, received {outer}."
+        )
 
 
 def stays(steps: int, now: int, *, keeps: bool) -> bool:

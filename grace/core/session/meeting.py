@@ -71,6 +71,52 @@ def varied(
     return ops.weighted_sum(variate, kept, own - of_all, factor)
 
 
+def in_part(
+    ops: ArrayOps, spec: TensorSpec, server: Array, merged: Array, *, shifts: Any, rate: Any, share: Any
+) -> tuple[Array, Array]:
+    """Return the mean change of the ranks that contribute, a share of all, and the new mean c of all variates.
+
+    All arrays are flat. With a memory that `shifts`, c is the mean of the shifts, in units of the weights, and `merged`
+    the new c, which has moved by the mean over all ranks. Else `merged` is the mean change, and c is in units of
+    gradients.
+    """
+    merged = ops.cast(ops.reshape(merged, (-1,)), spec.work_dtype)
+
+    def follows() -> list[Array]:
+        return [ops.weighted_sum(server, 1 - 1 / share, merged, 1 / share), ops.copy(merged)]
+
+    def learns() -> list[Array]:
+        return [ops.copy(merged), ops.weighted_sum(server, 1 - share, merged, share / rate)]
+
+    change, new = ops.choose(shifts, follows, learns)
+    return ops.cast(change, spec.dtype), new
+
+
+def varied_in_part(
+    ops: ArrayOps,
+    spec: TensorSpec,
+    variate: Array,
+    own: Array,
+    servers: tuple[Array, Array],
+    *,
+    shifts: Any,
+    inside: Any,
+    factor: Any,
+) -> Array:
+    """Return the next control variate, if a part of the ranks contributes, of which this one is `inside` or not.
+
+    h = c_r - c, where c has the values `servers` before and after. With a memory that `shifts`, c_r is its shift, which
+    is `own`. Else a rank that is inside has c_r <- c_r - c + factor * (its change).
+    """
+    before, after = servers
+    own = ops.cast(ops.reshape(own, (-1,)), spec.work_dtype)
+
+    def moved() -> Array:
+        return ops.choose(inside, lambda: ops.weighted_sum(variate, 1, own, factor), lambda: variate + before) - after
+
+    return ops.choose(shifts, lambda: ops.weighted_sum(own, factor, after, -factor), moved)
+
+
 def weighed(ops: ArrayOps, tensors: Sequence[Array], factor: Array | None) -> list[Array]:
     """Return tensors times a 0-d factor, rounded to their dtype; None stands for 1."""
     return list(tensors) if factor is None else [x * ops.cast(factor, ops.dtype(x)) for x in tensors]

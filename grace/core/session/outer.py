@@ -8,6 +8,7 @@ mean of the weights and a compressor, this is Basu et al., "Qsparse-local-SGD", 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,16 @@ from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import agreeing, corrected, meet, products, varied, with_variate
+from grace.core.session.meeting import (
+    agreeing,
+    corrected,
+    in_part,
+    meet,
+    products,
+    varied,
+    varied_in_part,
+    with_variate,
+)
 from grace.core.session.outer_setup import LOSS, OWN, SENDERS, module_beside, modules_of
 from grace.core.session.record import Record
 from grace.core.spec import NO_STATE, Array, State, TensorSpec
@@ -36,10 +46,15 @@ NO_RATES: Mapping[str, float] = {}
 
 
 class Flight(NamedTuple):
-    """Changes on their way: the inner step after which they were sent, and d by tensor; resting ones have none."""
+    """Changes on their way: the inner step after which they were sent, and d by tensor; resting ones have none.
+
+    Who takes part follows from the number of the meeting, which is that of the next one to land. With `settled`, other
+    ranks have drawn it: all take part, with what the ranks of before have contributed.
+    """
 
     sent: int
     changes: Mapping[str, Array]
+    settled: bool = False
 
 
 class Losses(NamedTuple):
@@ -57,8 +72,9 @@ class OuterState(NamedTuple):
     `steps` counts the inner steps, and `met` is their number at the last meeting. `anchors` has the flat weights after
     the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer. `losses` are of
     the first and the last period before a meeting, if periods follow them, and of this one. `variates` has the flat
-    control variates, and `rates` the sums of learning rates since the last meeting of each tensor. `last` has the flat
-    mean changes of the last meeting, if they decide who contributes to the next one.
+    control variates, and `rates` the sums of learning rates since the last meeting of each tensor. `server` has the
+    flat means of what is subtracted from the gradients of all ranks, if only a part of them contributes. `last` has the
+    flat mean changes of the last meeting, if they decide who contributes to the next one.
     """
 
     steps: int
@@ -70,6 +86,7 @@ class OuterState(NamedTuple):
     losses: Losses = Losses()
     variates: Mapping[str, Array] = NO_STATE
     rates: Mapping[str, float] = NO_RATES
+    server: Mapping[str, Array] = NO_STATE
     last: Mapping[str, Array] = NO_STATE
 
 
@@ -136,7 +153,8 @@ class OuterRun:
         flat = {name: self._flat(name, weights) for name in self._weights}
         kept = {name: self._first_state(name, x) for name, x in flat.items()}
         anchors = {name: self._ops(name).copy(x) for name, x in flat.items()}
-        self.restore(OuterState(0, 0, 0, anchors, kept, variates=self._no_variates()))
+        server = self._no_variates() if self.outer.participation < 1 else {}
+        self.restore(OuterState(0, 0, 0, anchors, kept, variates=self._no_variates(), server=server))
 
     def restore(self, state: OuterState | None) -> None:
         """Go on with an earlier state of this object, or of a checkpoint; a flight in it is sent again."""
@@ -269,6 +287,46 @@ class OuterRun:
                 found[name] = varied(ops, spec, before, own, mean[name], kept=kept, factor=factor)
         return found
 
+    def _varied_in_part(
+        self,
+        flight: Flight,
+        sent: Mapping[str, Array],
+        merged: Mapping[str, Array],
+        memories: Memories,
+    ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """Return the mean changes, and new control variates and means of them, if a part of the ranks contributes."""
+        state, transport = self.state, self._run.transport
+        factors = self._factors(flight.sent, state.rounds)
+        inside, warming = factors[transport.rank] > 0, flight.sent <= self.outer.warmup
+        share = sum(factor > 0 for factor in factors) / transport.size
+        changes, variates, server = dict(merged), dict(state.variates), dict(state.server)
+        for name in state.variates.keys() & flight.changes.keys():
+            ops, spec, memory, rate = self._ops(name), self._specs[name], memories[name], state.rates[name]
+            shifts, varies = memory.pace > 0, rate > 0 and not warming
+            before, factor = server[name], self._factor_of(memory, factors[transport.rank])
+            changes[name], after = in_part(
+                ops, spec, before, merged[name], shifts=shifts, rate=rate or 1.0, share=share
+            )
+            if shifts or varies:
+                server[name] = after
+            if varies:
+                own = sent[name]
+                if not (shifts or keeps_nothing(memory)):
+                    own = self._weighed(name, flight.changes[name], factor)
+                scale, h = 1 / ((factor or 1.0) * rate), variates[name]
+                variates[name] = varied_in_part(
+                    ops, spec, h, own, (before, after), shifts=shifts, inside=inside, factor=scale
+                )
+        return changes, variates, server
+
+    def _factor_of(self, memory: Memory, factor: float) -> float:
+        """Return the factor on what is sent of a tensor: a shift is learnt of what has moved, not of a multiple."""
+        return float(factor > 0) if memory.pace and self.outer.variates else factor
+
+    def _weighed(self, name: str, x: Array, factor: float) -> Array:
+        """Return a change times a factor, rounded to its dtype."""
+        return x if factor in (0, 1) else x * self._ops(name).cast(factor, self._specs[name].dtype)
+
     def variates(self) -> dict[str, Array]:
         """Return copies of the control variates in the shapes of the tensors."""
         return self.shaped(self.state.variates)
@@ -332,6 +390,11 @@ class OuterRun:
         merged, moved = self._of_senders(merged), flight.changes
         if self.outer.pairs:
             merged, moved = ({**x, **self._apart(x)} for x in (merged, moved))
+        variates, server = state.variates, state.server
+        if server:
+            merged, variates, server = self._varied_in_part(flight, sent, merged, memories)
+        elif variates and flight.sent > self.outer.warmup:
+            variates = {**variates, **self._varied(flight.changes, sent, merged, memories)}
         if self._run.track_norms:
             self._note_spread(moved, merged)
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
@@ -354,11 +417,7 @@ class OuterRun:
         if LOSS in written:
             loss = float(self._ops(LOSS).sum(written.pop(LOSS)))
             losses = Losses(first=losses.first or loss, last=loss)
-        variates, rates = state.variates, state.rates
-        if variates:
-            if flight.sent > self.outer.warmup:
-                variates = {**variates, **self._varied(flight.changes, sent, merged, memories)}
-            rates = {name: 0.0 if name in flight.changes else rate for name, rate in rates.items()}
+        rates = {name: 0.0 if name in flight.changes else rate for name, rate in state.rates.items()}
         last = NO_STATE
         if self.outer.relevance:
             met = [name for name in anchors if name in flight.changes]
@@ -372,6 +431,7 @@ class OuterRun:
             losses=losses,
             variates=variates,
             rates=rates,
+            server=server,
             last=last,
         )
         return Landing(written, new, outcomes)
@@ -457,10 +517,10 @@ class OuterRun:
         anchors = self.state.anchors
         return {n: anchors[n] - self._ops(n).reshape(x, (-1,)) for n, x in weights.items() if n in anchors}
 
-    def _factor(self, step: int) -> float:
-        """Return the factor on this rank's contribution to the next meeting, if that is after an inner step."""
-        transport = self._run.transport
-        return self.outer.factor(step, self.state.rounds, transport.rank, transport.size, self._seed)
+    def _factors(self, step: int, rounds: int, *, settled: bool = False) -> list[float]:
+        """Return the factor on each rank's contribution to a meeting after an inner step, with as many before it."""
+        outer = dataclasses.replace(self.outer, participation=1.0) if settled else self.outer
+        return outer.factors(step, rounds, self._run.transport.size, self._seed)
 
     def _poll(self) -> None:
         """Start the exchange of the flight, and go on with its rounds that have arrived."""
@@ -471,21 +531,24 @@ class OuterRun:
             self._run.poll()
             return
         self._started = True
-        factor = self._factor(flight.sent)
+        factors = self._factors(flight.sent, self.state.rounds, settled=flight.settled)
+        absent = [] if all(factors) else [not factor for factor in factors]
+        factor = factors[self._run.transport.rank]
         if SENDERS in flight.changes:
             factor = float(self._ops(SENDERS).sum(flight.changes[SENDERS]))
         for module in self._modules(flight.sent):
-            step = self._run.current_of(module)
-            for name in self._members[module]:
+            step, names = self._run.current_of(module), self._members[module]
+            # The others learn only by this tensor that the rank contributes nothing to those that travel with it.
+            tells = SENDERS in names
+            step.leave_out(absent, out=not factor and not tells)
+            for name in names:
                 if name not in flight.changes:
                     step.rest(name)
-                elif not factor and name != SENDERS:
-                    step.rest(name, alone=True)
-                else:
-                    x = self._shaped(name, flight.changes[name])
-                    step.ready(
-                        name, x if factor in (0, 1) else x * self._ops(name).cast(factor, self._specs[name].dtype)
-                    )
+                    continue
+                x = self._shaped(name, flight.changes[name])
+                if tells and not factor and name != SENDERS:
+                    x = self.zeros(name)
+                step.ready(name, self._weighed(name, x, self._factor_of(self._memory(module, name), factor)))
 
     def _note_spread(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> None:
         each = [products(self._ops(name), x, mean[name]) for name, x in own.items() if name in self.state.anchors]
@@ -494,7 +557,9 @@ class OuterRun:
     def stats(self) -> dict[str, Any]:
         """Return what `Record.stats` describes."""
         state, every = self.state, self._period() if self.outer.adapt else 0
-        participates = self._factor(state.steps + 1) > 0
+        # What is on its way is a meeting of its own.
+        factors = self._factors(state.steps + 1, state.rounds + (state.flight is not None))
+        participates = factors[self._run.transport.rank] > 0
         return self.record.stats(state.steps, state.rounds, every=every, participates=participates)
 
     # --- what belongs where -----------------------------------------------------------------------------------------
@@ -566,7 +631,8 @@ class OuterRun:
         if self.outer.pairs:
             return dict(self.equal_weights)
         kept = {f"{key} of the outer optimizer of {n}": x for n, own in state.kept.items() for key, x in own.items()}
-        return {**state.anchors, **kept}
+        server = {f"mean of the control variates of {n}": x for n, x in state.server.items()}
+        return {**state.anchors, **kept, **server}
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
 
@@ -576,12 +642,16 @@ class OuterRun:
         saved: dict[str, Any] = {key: getattr(state, key) for key in ("steps", "met", "rounds", "anchors", "kept")}
         if state.flight is not None:
             saved["flight"] = {"sent": state.flight.sent, "changes": dict(state.flight.changes)}
+            if state.flight.settled:
+                saved["flight"]["settled"] = True
         if self.outer.adapt == "loss":
             saved["losses"] = state.losses._asdict()
         if self.outer.relevance:
             saved["last"] = state.last
         if self.outer.variates:
             saved |= {"variates": state.variates, "rates": dict(state.rates)}
+            if state.server:
+                saved["server"] = state.server
         return saved
 
     def loaded(self, saved: Any, convert: Convert) -> OuterState:
@@ -610,13 +680,15 @@ class OuterRun:
             kept[name] = convert_state(what, tables[name], first, convert, self._ops(name))
         flight = None
         if state.get("flight") is not None:
-            sent, changes = (check_mapping(state["flight"], "outer, flight").get(k) for k in ("sent", "changes"))
+            given = check_mapping(state["flight"], "outer, flight")
+            sent, changes = given.get("sent"), given.get("changes")
             check_number(sent, "outer, flight, sent", 1)
             sending = check_mapping(changes, "outer, changes")
             modules = self._modules(int(str(sent)), int(str(counts["rounds"])))
             meeting = [name for module in modules for name in self._members[module]]
             expected = {name: zeros[name] for name in meeting if name in sending}
-            flight = Flight(int(str(sent)), self._loaded("changes", sending, expected, convert))
+            loaded = self._loaded("changes", sending, expected, convert)
+            flight = Flight(int(str(sent)), loaded, given.get("settled") is True)
         steps, met, rounds = (int(str(count)) for count in counts.values())
         made = OuterState(steps, met, rounds, anchors, kept, flight)
         if self.outer.adapt == "loss":
@@ -630,6 +702,9 @@ class OuterRun:
             # Before the first step there are none.
             rates = _numbers(state.get("rates"), "outer, rates", self._weights if state.get("rates") else ())
             made = made._replace(variates=variates, rates=rates)
+            if self.outer.participation < 1:
+                server = self._loaded("server", state.get("server"), self._no_variates(), convert)
+                made = made._replace(server=server)
         return made
 
     def _loaded(self, key: str, saved: Any, expected: State, convert: Convert) -> State:
@@ -645,7 +720,8 @@ class OuterRun:
     def merged(self, states: Sequence[Any], convert: Convert) -> OuterState:
         """Return the state of this rank from those of all ranks of a run with another number of ranks.
 
-        What is on its way becomes the mean over the ranks that this one continues, as residuals do.
+        What is on its way becomes the mean over the ranks that this one continues, as residuals do, of what these have
+        contributed.
         """
         if self.outer.pairs:
             raise StateError(
@@ -658,6 +734,12 @@ class OuterRun:
         first = each[0][0]._replace(variates=self._no_variates())
         if first.flight is None:
             return first
+        settled, drawn = first.flight.settled, dataclasses.replace(self.outer, weight=())
+        if settled:
+            drawn = dataclasses.replace(drawn, participation=1.0)
+        # Weights are those of the ranks that there are now.
+        factors = drawn.factors(first.flight.sent, first.rounds, len(states), self._seed)
+        each = [(state, weight * factors[rank]) for (state, weight), (rank, _) in zip(each, parts, strict=True)]
         changes = {}
         for name, x in first.flight.changes.items():
             total = x * self._ops(name).cast(each[0][1], self._specs[name].dtype)
@@ -668,7 +750,8 @@ class OuterRun:
                     )
                 total = self._ops(name).weighted_sum(total, 1, state.flight.changes[name], weight)
             changes[name] = total
-        return first._replace(flight=first.flight._replace(changes=changes))
+        settled = settled or drawn.participation < 1
+        return first._replace(flight=first.flight._replace(changes=changes, settled=settled))
 
 
 def normal(ops: ArrayOps, n: int, dtype: str, seed: tuple[int, int]) -> Array:

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple, Protocol
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import agreeing, corrected, meet, products, varied, weighed, with_variate
+from grace.core.session.meeting import (
+    agreeing,
+    corrected,
+    in_part,
+    meet,
+    products,
+    varied,
+    varied_in_part,
+    weighed,
+    with_variate,
+)
 from grace.core.session.record import Record
 from grace.core.spec import Array, TensorSpec
 
@@ -43,8 +53,13 @@ class GraphExchange(Protocol):
     #: The buffers of the model that meet.
     buffers: Sequence[Variable]
 
-    def meet(self, changes: Mapping[int, Array], factor: Array | None) -> tuple[Sequence[Array], Sequence[Array]]:
-        """Return the means of changes over all ranks, and what this rank has sent if outer steps follow that."""
+    def meet(
+        self, changes: Mapping[int, Array], inside: Array | None, absent: Sequence[Array]
+    ) -> tuple[Sequence[Array], Sequence[Array]]:
+        """Return the means of changes over all ranks, and what this rank has sent if outer steps follow that.
+
+        It contributes its changes if it is `inside`; None stands for true. `absent` is as for `Step.leave_out`.
+        """
 
     def means(
         self, tensors: Sequence[Array], label: str, *, of_first: bool = False, pairing: Array | None = None
@@ -124,6 +139,12 @@ class GraphOuter:
             make_variable(f"outer_variate_{i}", self._of(spec.device).zeros(spec.numel, spec.work_dtype))
             for i, spec in enumerate(specs)
             if outer.variates
+        ]
+        # The flat means of what is subtracted from the gradients of all ranks, if a part of them contributes.
+        self._servers = [
+            make_variable(f"outer_server_{i}", v.read_value())
+            for i, v in enumerate(self.variates)
+            if outer.participation < 1
         ]
         # By fragment, the sums of the learning rates since the last meeting.
         rates = numbers([f"rates_{i}" for i in range(outer.count)], "float64", outer.variates)
@@ -238,8 +259,14 @@ class GraphOuter:
         outer, warm = self.outer, self.outer.warmup * self.outer.count
         rounds = meetings // outer.count if meetings <= warm else outer.warmup + meetings - warm
         every = self._period(int(self._met), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
-        factor = outer.factor(steps + 1, rounds, exchange.rank, exchange.size, exchange.seed)
-        return self.record.stats(steps, rounds, every=every, participates=factor > 0)
+        # What is on its way is a meeting of its own.
+        flying = not outer.adapt and any(s > outer.warmup and outer.meetings(s) for s in self._unlanded(steps))
+        factors = outer.factors(steps + 1, rounds + flying, exchange.size, exchange.seed)
+        return self.record.stats(steps, rounds, every=every, participates=factors[exchange.rank] > 0)
+
+    def _unlanded(self, steps: int) -> range:
+        """Return the inner steps after which something was sent that is not applied yet, if the ranks met then."""
+        return range(steps - self.outer.delay + 1, steps + 1)
 
     def _exchanged(
         self, fragment: int, taken: Array, warming: Array, whole: Array | None, exchange: GraphExchange
@@ -254,11 +281,17 @@ class GraphOuter:
         if self.variates:
             paces = exchange.paces(members)
             moved = self._with_variates(moved, fragment, paces)
-        part = Part(self, exchange, self._factor(taken, fragment, exchange))
+        factors = self._factors(taken, fragment, exchange)
+        part = Part(self, exchange, factors[exchange.rank] if factors else None)
         if outer.relevance:
             part = self._part_by_relevance(moved, warming, exchange)
-        found, own = exchange.meet(dict(zip(members, moved, strict=True)), part.factor)
+        absent = [factor == 0 for factor in factors] if outer.participation < 1 else []
+        sent = self._weighed(moved, part.factor, paces)
+        inside = None if part.factor is None else part.factor > 0
+        found, own = exchange.meet(dict(zip(members, sent, strict=True)), inside, absent)
         merged = part.rescaled(found)
+        if self._servers:
+            merged = self._vary_in_part(fragment, own, merged, paces, warming, factors, exchange.rank)
         if outer.pairs:
             met = [self.anchors[i].read_value() for i in members]
             moved, merged = ([a - x for a, x in zip(met, each, strict=True)] for each in (moved, merged))
@@ -266,11 +299,11 @@ class GraphOuter:
             of = [self._of(self._specs[i].device) for i in members]
             sums = [products(*each) for each in zip(of, moved, merged, strict=True)]
             self._tell(self.record.spread, *(sum(each[1:], each[0]) for each in zip(*sums, strict=True)))
-        for i, change, mean, sent in zip(members, moved, merged, own or moved, strict=True):
-            self._meet(i, change, mean, sent, warming)
+        for i, change, mean, known in zip(members, moved, merged, own or moved, strict=True):
+            self._meet(i, change, mean, known, warming)
             if self._last:
                 self._last[i].assign(mean)
-        if paces is not None:
+        if paces is not None and not self._servers:
             self._vary(fragment, own, merged, paces, warming)
         self._restart(fragment, taken)
         if fragment == outer.count - 1:
@@ -343,18 +376,21 @@ class GraphOuter:
             made.append(self._shaped(i, ops.where(paces[number] > 0, alone, flat)))
         return made
 
-    def _factor(self, taken: Array, fragment: int, exchange: GraphExchange) -> Array | None:
-        """Return the factor on what this rank contributes to a meeting; None if all contribute equally."""
-        outer, (rank, size) = self.outer, (exchange.rank, exchange.size)
+    def _factors(self, taken: Array, fragment: int, exchange: GraphExchange) -> list[Array]:
+        """Return the factor on what each rank contributes to a meeting; none if all contribute equally."""
+        outer, size = self.outer, exchange.size
         if outer.is_plain_mean or outer.relevance:
-            return None
+            return []
 
-        def draw(step: int, rounds: int) -> float:
+        def draw(rank: int, step: int, rounds: int) -> float:
             # Of any fragment; they take turns after the warm-up.
             before = outer.warmup + (rounds - outer.warmup) * outer.count + fragment
-            return outer.factor(step, before, rank, size, exchange.seed)
+            return outer.factors(step, before, size, exchange.seed)[rank]
 
-        return self._ops.computed(draw, taken, self._rounds if self._counts else 0, dtype="float64")
+        rounds = self._rounds if self._counts else 0
+        return [
+            self._ops.computed(functools.partial(draw, rank), taken, rounds, dtype="float64") for rank in range(size)
+        ]
 
     def _part_by_relevance(self, moved: Sequence[Array], warming: Array, exchange: GraphExchange) -> Part:
         """Return this rank's part in a meeting of those whose changes have the signs of the last one."""
@@ -394,6 +430,41 @@ class GraphOuter:
             new = varied(ops, spec, h, x, mean, kept=kept, factor=steps[number])
             self.variates[i].assign(ops.where(warming | (rate == 0), h, new))
         self._rates[fragment].assign(self._number(0.0, "float64"))
+
+    def _weighed(self, moved: Sequence[Array], factor: Array | None, paces: Array | None) -> list[Array]:
+        """Return changes times the factor of this rank, but what a memory with a pace learns as it is."""
+        if factor is None or paces is None:
+            return weighed(self._ops, moved, factor)
+        one = self._number(1.0, "float64")
+        each = [self._ops.where(paces[number] > 0, one, factor) for number in range(len(moved))]
+        return [x for pair in zip(moved, each, strict=True) for x in weighed(self._ops, [pair[0]], pair[1])]
+
+    def _vary_in_part(
+        self,
+        fragment: int,
+        own: Sequence[Array],
+        merged: Sequence[Array],
+        paces: Array,
+        warming: Array,
+        factors: Sequence[Array],
+        rank: int,
+    ) -> list[Array]:
+        """Move control variates and their means where a part of the ranks contributes; return the mean changes."""
+        rate, one = self._rates[fragment].read_value(), self._number(1.0, "float64")
+        known, inside = self._ops.where(rate > 0, rate, one), factors[rank] > 0
+        share = sum(self._ops.cast(factor > 0, "float64") for factor in factors) / len(factors)
+        changes = []
+        for number, (i, x, mean) in enumerate(zip(self.fragments[fragment], own, merged, strict=True)):
+            spec, h, before = self._specs[i], self.variates[i].read_value(), self._servers[i].read_value()
+            ops, shifts, varies = self._of(spec.device), paces[number] > 0, ~warming & (rate > 0)
+            change, after = in_part(ops, spec, before, mean, shifts=shifts, rate=known, share=share)
+            changes.append(self._shaped(i, change))
+            factor = 1 / (ops.where(shifts | ~inside, one, factors[rank]) * known)
+            new = varied_in_part(ops, spec, h, x, (before, after), shifts=shifts, inside=inside, factor=factor)
+            self._servers[i].assign(ops.where(shifts | varies, after, before))
+            self.variates[i].assign(ops.where(varies, new, h))
+        self._rates[fragment].assign(self._number(0.0, "float64"))
+        return changes
 
     # --- when -------------------------------------------------------------------------------------------------------
 

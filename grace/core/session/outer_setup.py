@@ -78,11 +78,22 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
     if weights and weights != size:
         raise ConfigError(f"{where}: outer has {weights} numbers as weight, and there are {size} ranks; pass one each.")
     methods = [*(stage.method for _, stage in config.stages), *(rule.method for rule in config.rules)]
-    shared = [method.memory for method in methods if method.memory.across_ranks != "apart"]
-    if shared and (config.outer.participation < 1 or config.outer.relevance):
+    partly, varies = config.outer.participation < 1 or config.outer.relevance > 0, config.outer.variates
+    # The mean of the shifts goes on without those of the ranks that are out.
+    shared = [
+        method.memory
+        for method in methods
+        if method.memory.across_ranks != "apart" and not (varies and method.memory.pace == 1)
+    ]
+    if shared and partly:
         raise ConfigError(
             f"{where}: with participation below 1 or relevance, some ranks contribute nothing, and {shared[0]} must "
-            "follow all of them; use the memory residual or none."
+            "follow all of them; use the memory residual or none, or with variates ef21, or diana with damped."
+        )
+    if partly and varies and len(config.stages) > 1:
+        raise ConfigError(
+            f"{where}: where a part of the ranks contributes, control variates go with one method in all meetings, "
+            f"received {len(config.stages)} stages; leave schedule and warmup_steps out, or participation, or variates."
         )
     lossy = [method for method in methods if method.compressor != dense_method().compressor]
     adding_up = [m for m in lossy if not (m.memory.feeds_back or m.memory.pace or _is_unbiased(m))]

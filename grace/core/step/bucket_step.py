@@ -12,7 +12,7 @@ from grace.core.spec import ITEMSIZE, Array, Payload
 from grace.core.step.unit_step import UnitStep
 from grace.core.transport.collectives import Program, allreduce
 from grace.core.transport.transport import Handle, Transport
-from grace.core.wire.layout import Buffer, Received
+from grace.core.wire.layout import Buffer, GatherLayout, Received
 
 ProposalKind = tuple[Literal["sum", "max", "leader"], str]
 # Called with a moment of a step, and the arrays that exist then.
@@ -30,6 +30,9 @@ class BucketStep:
     the step. `mean` says that 16-bit floats are averaged while they are added, because their sum may overflow. `buffer`
     is the wire buffer to which the payloads were written, if the route has made one.
 
+    `absent` has a condition for each rank, or nothing: where it holds, all ranks know that this one contributes
+    nothing, and it sends no more than a header over routes that call `encode` and `decode`.
+
     `advance` runs the rounds over a transport, until they are `received`. A route that has another one inside runs the
     rounds of that one by `run`. `observe` is told the moments "proposed" and "negotiated", "compressed" and "handed"
     (to the transport), and for each further round "waiting" and "arrived".
@@ -45,11 +48,12 @@ class BucketStep:
         mean: bool,
         stamp: Any = 0,
         steps: Sequence[UnitStep] = (),
+        absent: Sequence[Any] = (),
         buffer: Buffer | None = None,
         observe: Observer = _ignore,
     ) -> None:
         self.route, self.ops, self.rank, self.size, self.mean = route, ops, rank, size, mean
-        self.stamp, self.steps, self.buffer = stamp, list(steps), buffer
+        self.stamp, self.steps, self.absent, self.buffer = stamp, list(steps), absent, buffer
         self.received: Received | None = None
         #: The bytes that this rank has passed to collectives, by their kind.
         self.nbytes: dict[str, int] = {}
@@ -74,6 +78,43 @@ class BucketStep:
     def flags(self) -> list[Array]:
         """Of each unit, whether this rank's gradient is not finite."""
         return [step.bad for step in self.steps]
+
+    def encode(self, layout: GatherLayout, units: Sequence[int] | None = None) -> Array:
+        """Return the buffer with the payloads of some units, or of all; a header if this rank contributes nothing."""
+        steps = self._steps(units)
+        if self.absent and all(step.rests for step in steps):
+            for step in steps:
+                step.sends_nothing = True
+            return layout.header.encode(self.ops, [], [], self.stamp)
+        return layout.encode(
+            self.ops, [step.coded for step in steps], [step.bad for step in steps], self.stamp, self.buffer
+        )
+
+    def decode(
+        self,
+        layout: GatherLayout,
+        data: Array,
+        units: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> Received:
+        """Return the contents of the buffers that some ranks, or all, have made by `encode`."""
+        ranks = range(self.size) if ranks is None else ranks
+        absent = [self.absent[rank] for rank in ranks] if self.absent else []
+        if all(gone is False for gone in absent):
+            return layout.decode(self.ops, data, len(ranks), self.stamp)
+        steps = [step.of_nothing() for step in self._steps(units)]
+        nothing = layout.encode(self.ops, [step.coded for step in steps], [step.bad for step in steps], self.stamp)
+        return layout.decode(self.ops, data, len(ranks), self.stamp, absent, nothing)
+
+    def lengths(self, layouts: Sequence[GatherLayout]) -> list[list[int]] | None:
+        """Return the lengths of what each rank sends by layouts of fixed length; None if nobody knows them now."""
+        known = self.absent and all(isinstance(gone, bool) for gone in self.absent)
+        if not known or not all(layout.fixed for layout in layouts):
+            return None
+        return [[layout.header.nbytes if gone else layout.nbytes for layout in layouts] for gone in self.absent]
+
+    def _steps(self, units: Sequence[int] | None) -> list[UnitStep]:
+        return self.steps if units is None else [self.steps[i] for i in units]
 
     @property
     def arrived(self) -> bool:

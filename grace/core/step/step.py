@@ -2,6 +2,7 @@
 
 Every bucket runs its route, a generator of rounds of collectives:
 
+    leave_out(...)          before all else: ranks that contribute nothing
     ready(name, gradient)   local work; the bucket's first round starts with its last gradient
     rest(name)              the same for a tensor that does not train: it takes part with zeros, and keeps its memory
     poll()                  start the next round of the buckets whose round has arrived
@@ -96,8 +97,9 @@ class Step:
         self._until_norm: list[tuple[Unit, Array, Any]] = []
         # The tensors of `rest`, and by unit the memories before the step of those without a gradient.
         self._resting: set[str] = set()
-        # Those of them that may rest on this rank only.
-        self._alone: set[str] = set()
+        # Of each rank, whether all know that it contributes nothing, and whether this one contributes nothing.
+        self._absent: Sequence[Any] = ()
+        self._out = False
         self._kept: dict[str, UnitStates] = {}
         # Of the buckets that are completed: new states, what compressors learn from, and notes.
         self._new: dict[str, UnitStates] = {}
@@ -152,17 +154,23 @@ class Step:
             )
         self._take(item, parts, None)
 
-    def rest(self, name: str, lr: Any = None, *, alone: bool = False) -> None:
+    def leave_out(self, absent: Sequence[Any] = (), *, out: bool) -> None:
+        """Let ranks take part with zeros; call it before the first gradient.
+
+        This rank is `out` if it contributes nothing: gradients are not read, and what its memories hold for it alone is
+        not sent and stays. `absent` has a condition for each rank if all know who is out, and is then equal on all. Who
+        is out sends no more than a header, except over communicators that add or need equal lengths.
+        """
+        self._absent, self._out = absent, out
+
+    def rest(self, name: str, lr: Any = None) -> None:
         """Let a tensor that trains on no rank take part with zeros; its memories are not sent, and stay as they are.
 
-        Call it in place of `ready`, on all ranks. If only some do, `finish` raises MismatchError, unless they say that
-        they may be `alone`: then no memory of the tensor may be joint or equal.
+        Call it in place of `ready`, on all ranks. If only some do, `finish` raises MismatchError.
         """
         item = self._item(name)
         self._keep_memories(name)
         self._resting.add(name)
-        if alone:
-            self._alone.add(name)
         zeros = self._ops(item.spec.device).zeros(item.spec.numel, item.spec.dtype)
         self._take(item, [zeros], lr, None if self.full else zeros)
 
@@ -192,10 +200,12 @@ class Step:
         if "reference" in item.memory.needs and reference is not None:
             others = {unit.spec.name: flat for unit, flat in self._references.add(name, [reference])}
         if not self._incoming.names:
-            self._transport.announce(self.plan.digest, self.plan.buckets[0].name)
+            gone = [rank for rank, absent in enumerate(self._absent) if absent is True]
+            without = f" without the ranks {gone}" if gone else ""
+            self._transport.announce(self.plan.digest + without, self.plan.buckets[0].name)
         self._times.mark("ready", name, gradient)
         for unit, flat in self._incoming.add(name, gradient):
-            if "norm" in unit.memory.needs:
+            if "norm" in unit.memory.needs and not self._out:
                 self._until_norm.append((unit, flat, lr))
             else:
                 self._begin_unit(unit, flat, lr, reference=others.get(unit.spec.name))
@@ -241,7 +251,10 @@ class Step:
         under_way.steps.append(step)
         if under_way.buffer is not None:
             step.write_to(under_way.buffer.places.get(name))
-        step.begin(flat, lr, norm, reference=reference)
+        if self._out:
+            step.rest(lr)
+        else:
+            step.begin(flat, lr, norm, reference=reference)
         if len(under_way.steps) == len(bucket.units):
             position = {each.spec.name: i for i, each in enumerate(bucket.units)}
             under_way.steps.sort(key=lambda step: position[step.unit.spec.name])
@@ -371,7 +384,7 @@ class Step:
     def _stamp(self, bucket: Bucket) -> Any:
         """Return a number that must be equal on all ranks: it depends on the step and on the tensors that rest."""
         tensors = {piece.tensor for unit in bucket.units for piece in unit.pieces}
-        resting = sorted(tensors & (self._resting - self._alone))
+        resting = sorted(tensors & self._resting)
         return self.number ^ zlib.crc32(repr(resting).encode()) if resting else self.number
 
     def _bucket_step(self, bucket: Bucket) -> BucketStep:
@@ -382,6 +395,7 @@ class Step:
             rank=transport.rank,
             size=transport.size,
             mean=self._average,
+            absent=self._absent,
             buffer=bucket.route.buffer(ops),
             observe=functools.partial(self._observe, bucket.name),
         )

@@ -53,6 +53,11 @@ class UnitStep:
     mean_from: UnitStep | None = None
     # What the payload decodes to, if `keep_sent` was called.
     decoded: Array | None = None
+    # It takes part with zeros; what its memory holds, if that is this rank's alone and stays.
+    rests = False
+    _held: State | None = None
+    # Its payload does not travel.
+    sends_nothing = False
     # The new states, once the step is concluded.
     concluded: dict[str, State] | None = None
     proposal: Proposal | None = None
@@ -128,6 +133,35 @@ class UnitStep:
             self.bad = ops.bit_or(self.bad, flag)
         if not self._rollback:
             self.states = {**self.states, "memory": NO_STATE}
+
+    def rest(self, lr: Any = None) -> None:
+        """Take part with zeros in place of `begin`. Its memory sends nothing and keeps what is a rank's own."""
+        unit, ops, held = self.unit, self.site.ops, self.states["memory"]
+        self.states = {**self.states, "memory": first_memory(unit, ops, None)}
+        self.begin(ops.zeros(unit.spec.numel, unit.spec.dtype), lr)
+        self.rests = True
+        if unit.memory.across_ranks == "apart":
+            self._held = held
+        else:
+            # It still follows what the others send.
+            self.memory, self._updated = held, True
+        if self._rollback:
+            self.states = {**self.states, "memory": held}
+
+    def of_nothing(self) -> UnitStep:
+        """Return the compressed step of a rank that rests, as this one knows it."""
+        if self.rests:
+            return self
+        unit, site = self.unit, self.site
+        states = {"memory": first_memory(unit, site.ops, None), "compressor": self.states["compressor"]}
+        other = UnitStep(
+            unit, states, site.ops, seed=0, step=site.key.step, rank=site.rank, size=site.size, average=self._average
+        )
+        other.site = other.site._replace(key=site.key)
+        other.rest(self.lr)
+        if site.negotiated is not None:
+            other.compress(site.negotiated)
+        return other
 
     def _prepare(self, gradient: Array, memory: State, at: Site) -> None:
         """Compensate a gradient by the state of the memory at a site, and propose or compress."""
@@ -296,6 +330,8 @@ class UnitStep:
 
     def sent_bytes(self) -> Any:
         """Return the bytes of the payload's fields on the wire: an int, or a 0-d array in a traced graph."""
+        if self.sends_nothing:
+            return 0
         if self.unit.field_bytes is not None:
             return self.unit.field_bytes
         return sent_bytes(self.site.ops, self.unit.fields, self.payload if self._coded is None else self._coded)
@@ -334,7 +370,10 @@ class UnitStep:
 
     def next_states(self) -> dict[str, State]:
         """Return the states with the memory as `remember` has left it."""
-        return {"memory": self.memory, "compressor": self.states["compressor"]}
+        return self._states_with(self.memory, self.states["compressor"])
+
+    def _states_with(self, memory: State, compressor: State) -> dict[str, State]:
+        return {"memory": memory if self._held is None else self._held, "compressor": compressor}
 
     def merged(self, payloads: Sequence[Payload]) -> Array:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
@@ -364,7 +403,7 @@ class UnitStep:
         there = site if out is None else site._replace(out=out)
         gradient, factor, memory = self._merge(payloads, factor, there)
         learnt = site.state if unit.learning is None else unit.learning.learn(payloads, site)
-        states = {"memory": memory, "compressor": learnt}
+        states = self._states_with(memory, learnt)
         tally = None if unit.tuning is None else unit.tuning.tally(payloads, site)
         if unit.guarded:
             bad = self._any(flags)
@@ -412,7 +451,7 @@ class UnitStep:
             mean = gradient if factor == 1 else ops.scale_(gradient, factor)
             gradient, memory = unit.memory.finish(mean, memory, self.site)
             factor = 1.0
-        states = {"memory": memory, "compressor": self.states["compressor"]}
+        states = self._states_with(memory, self.states["compressor"])
         if flags:
             gradient, states = self._unless(self._any(flags), gradient, states)
         self.concluded = states

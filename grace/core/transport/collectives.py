@@ -14,6 +14,8 @@ Kind: TypeAlias = Literal["allreduce", "allgather", "alltoall", "broadcast"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Reduction: TypeAlias = Literal["sum", "max"]
 T = TypeVar("T")
+#: The lengths of the buffers of every rank, in rank order.
+Lengths: TypeAlias = Sequence[Sequence[int]]
 
 
 class Collective(NamedTuple):
@@ -21,7 +23,8 @@ class Collective(NamedTuple):
 
     `buffers` holds one buffer per receiver for an alltoall, else one. `equal` says that the lengths of all ranks follow
     from those of one: all buffers of an allgather have one length, and those of an alltoall depend on the receiver
-    only. The result of an allgather may then be a list of the buffers, because joining them would copy. `round` is the
+    only. The result of an allgather may then be a list of the buffers, because joining them would copy. `lengths` has
+    those of the buffers of every rank, in rank order, if all ranks know them although they differ. `round` is the
     number of the round of a bucket to which the collective belongs, in a step that was announced to the transport.
     """
 
@@ -30,6 +33,7 @@ class Collective(NamedTuple):
     op: Reduction = "sum"
     root: int = 0
     equal: bool = False
+    lengths: Lengths | None = None
     round: int | None = None
 
     def sent_by(self, rank: int) -> tuple[Array, ...]:
@@ -61,20 +65,20 @@ def allreduce(x: Array, op: Reduction = "sum") -> Collective:
     return Collective("allreduce", (x,), op=op)
 
 
-def allgather(x: Array, *, equal: bool = False) -> Collective:
+def allgather(x: Array, *, equal: bool = False, lengths: Lengths | None = None) -> Collective:
     """Return the collective that joins the buffers of all ranks, in rank order; they may differ in length.
 
-    With `equal` they have one length, and the result may be a list of the buffers.
+    With `equal` they have one length, and the result may be a list of the buffers. `lengths` are theirs, if known.
     """
-    return Collective("allgather", (x,), equal=equal)
+    return Collective("allgather", (x,), equal=equal, lengths=lengths)
 
 
-def alltoall(xs: Sequence[Array], *, equal: bool = False) -> Collective:
+def alltoall(xs: Sequence[Array], *, equal: bool = False, lengths: Lengths | None = None) -> Collective:
     """Return the collective that sends xs[i] to rank i and joins what arrives, in rank order.
 
-    With `equal`, the lengths depend on the receiver only.
+    With `equal`, the lengths depend on the receiver only. `lengths` are those of all ranks, if known.
     """
-    return Collective("alltoall", tuple(xs), equal=equal)
+    return Collective("alltoall", tuple(xs), equal=equal, lengths=lengths)
 
 
 def broadcast(x: Array, root: int) -> Collective:

@@ -14,7 +14,7 @@ from typing import Any
 from grace.core.errors import MismatchError
 from grace.core.guards.waiting import wait_until
 from grace.core.spec import Array
-from grace.core.transport.collectives import Collective, Reduction
+from grace.core.transport.collectives import Collective, Lengths, Reduction
 from grace.core.transport.transport import Handle, HandshakeTransport
 
 # Header of a collective: a length per rank, a digest of its description, and the beginning of the description.
@@ -161,8 +161,11 @@ class OrderedTransport(HandshakeTransport):
         def what() -> str:
             return f"{self.explain(name)} ({described})"
 
-        if collective.round is not None and (collective.equal or kind in ("allreduce", "broadcast")):
-            return self._follow(what, self._known(lengths, body), lane)
+        rows = collective.lengths
+        if rows is None and (collective.equal or kind in ("allreduce", "broadcast")):
+            rows = [lengths] * self.size
+        if collective.round is not None and rows is not None:
+            return self._follow(what, self._known(rows, body), lane)
         return self._follow(what, self._checked(lane, f"{described} '{name}'{alike}", lengths, body), lane)
 
     def _follow(self, what: Callable[[], str], phases: Phases, lane: int) -> Handle:
@@ -174,10 +177,10 @@ class OrderedTransport(HandshakeTransport):
         self._progress()
         return handle
 
-    def _known(self, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
-        """Run the body of a collective whose lengths follow from those of this rank, without another header."""
+    def _known(self, rows: Lengths, body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
+        """Run the body of a collective whose lengths are known on all ranks, without another header."""
         yield lambda: True
-        return (yield from body([tuple(lengths)] * self.size))
+        return (yield from body([tuple(row) for row in rows]))
 
     def _checked(
         self, lane: int, text: str, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]

@@ -280,12 +280,21 @@ class GatherLayout:
         long = [(self.specs[i].name, payloads[i][field.name]) for i, (_, field) in self._long.items()]
         return all(ops.is_same(array, buffer.places[name]) for name, array in long)
 
-    def decode(self, ops: ArrayOps, data: Array, size: int, stamp: int) -> Received:
+    @functools.cached_property
+    def header(self) -> GatherLayout:
+        """Layout of the buffer of a rank that sends nothing, with the same checksum: the stamp alone."""
+        return GatherLayout((), (), (), self.has_checksum)
+
+    def decode(
+        self, ops: ArrayOps, data: Array, size: int, stamp: int, absent: Sequence[Any] = (), nothing: Array = None
+    ) -> Received:
         """Return the contents of `size` buffers, which `data` holds as flat uint8 in a row, or as a list of them.
 
-        Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
+        `absent` has a condition for each of them: where it holds, the buffer is a header, and its contents are those of
+        the buffer `nothing`. Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a
+        way that can be told.
         """
-        rows = decode_rows(ops, data, [self] * size, stamp)
+        rows = decode_rows(ops, data, [self] * size, stamp, absent, nothing)
         return Received(
             [[row.payloads[i][0] for row in rows] for i in range(len(self.specs))],
             [[flag for row in rows for flag in row.flags[i]] for i in range(len(self.specs))],
@@ -413,17 +422,28 @@ def _long(runs: Sequence[_Run]) -> dict[int, tuple[int, Field]]:
     return found
 
 
-def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], stamp: int) -> list[Received]:
+def decode_rows(
+    ops: ArrayOps,
+    data: Array,
+    layouts: Sequence[GatherLayout],
+    stamp: int,
+    absent: Sequence[Any] = (),
+    nothing: Array = None,
+) -> list[Received]:
     """Return the contents of buffers in a row, or in a list; one per rank, each of its own layout.
 
-    Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a way that can be told.
+    `absent` and `nothing` are as for `GatherLayout.decode`. Raises PayloadError, with the rank whose buffer it is, for
+    a buffer that is damaged in a way that can be told.
     """
     rows, base, mine = [], 0, ops.full(1, stamp & _INT32, "int32")
     ends: list[tuple[int, Array, Any]] = []
     for rank, layout in enumerate(layouts):
         rows.append(layout.empty())
         buffer, start = (data[rank], 0) if isinstance(data, list) else (data, base)
-        base = layout.decode_rank(ops, buffer, start, rows[-1], mine, rank)
+        if absent and absent[rank] is not False:
+            base = _decode_if_there(ops, buffer, start, layout, rows[-1], mine, rank, absent[rank], nothing)
+        else:
+            base = layout.decode_rank(ops, buffer, start, rows[-1], mine, rank)
         if isinstance(data, list) or rank == len(layouts) - 1:
             ends.append((rank, buffer, base))
     for rank, buffer, end in ends if layouts[0].has_checksum else ():
@@ -432,6 +452,37 @@ def decode_rows(ops: ArrayOps, data: Array, layouts: Sequence[GatherLayout], sta
         # Nothing reads the bytes after the last buffer. A graph checks them if something waits for the check.
         in_step[-1] = require(end == total, f"{end} bytes in all", total, in_step[-1])
     return rows
+
+
+def _decode_if_there(
+    ops: ArrayOps,
+    buffer: Array,
+    start: Any,
+    layout: GatherLayout,
+    received: Received,
+    stamp: Array,
+    rank: int,
+    is_absent: Any,
+    nothing: Array,
+) -> Any:
+    """Do what `decode_rank` does; where a rank is absent, check its header and take the contents of `nothing`."""
+    header = layout.header
+
+    def checked() -> list[Array]:
+        found = header.empty()
+        header.decode_rank(ops, buffer, start, found, stamp, rank)
+        return found.in_step
+
+    if isinstance(is_absent, bool):
+        received.in_step.extend(checked())
+        layout.decode_rank(ops, nothing, 0, received, stamp, rank)
+        return start + header.nbytes
+    # A traced graph has one program for both.
+    at = ops.full(1, start, "int32")[0]
+    received.in_step.extend(ops.choose(is_absent, checked, lambda: [ops.full(1, 0, "int32")[0] == 0]))
+    chosen, begin = ops.choose(is_absent, lambda: [nothing, at * 0], lambda: [buffer, at])
+    end = layout.decode_rank(ops, chosen, begin, received, stamp, rank)
+    return ops.where(is_absent, at + header.nbytes, end)
 
 
 class SumLayout:

@@ -224,6 +224,11 @@ class ProcessGroupTransport(OrderedTransport):
             return both if equal else torch.cat(both)
         if not most:
             return x
+        if 2 * min(lengths) < most:
+            # Padding would send more than all that a rank with little to say has.
+            result = x.new_empty(sum(lengths))
+            yield from self._move(lane, x.repeat(self.size), result, [len(x)] * self.size, lengths, most)
+            return result
         # All ranks must send equally much. Padding by nothing would copy.
         padded = x if len(x) == most else torch.nn.functional.pad(x, (0, most - len(x)))
         result = x.new_empty(self.size * most)

@@ -266,6 +266,17 @@ def test_outer_steps_are_those_of_the_simulation(launch):
 
 
 @each_size
+def test_ranks_that_are_out_send_a_header(launch):
+    ranks = scenario("outer_participation", launch)
+    for rank in ranks:
+        for name, found in rank.items():
+            assert not any(found["off"]), name
+            assert all(real == simulated for real, simulated in found["sent"]), name
+    sent = [[real for real, _ in rank["allgather"]["sent"][2::2]] for rank in ranks]
+    assert all(meeting.count(16) == launch.ranks // 2 for meeting in map(list, zip(*sent, strict=True)))
+
+
+@each_size
 def test_exchanges_of_other_communicators_do_not_mix(launch):
     for number, rank in enumerate(scenario("communicators_apart", launch)):
         peers = range(number % 2, launch.ranks, 2)

@@ -471,6 +471,34 @@ def outer_steps() -> dict[str, Any]:
     return results
 
 
+def outer_participation() -> dict[str, Any]:
+    """Let a part of the ranks contribute; compare weights and bytes with a simulation of all ranks."""
+    spec, results = {"w": (30, 20), "v": (40,), "b": ()}, {}
+    start = {name: np.ones(shape, np.float32) for name, shape in spec.items()}
+    for communicator, delay in (("allgather", 1), ("two_shot", 0), ("broadcast", 1)):
+        config = {"compressor": "qsgd", "default_rules": False, "communicator": communicator}
+        outer = {"every": 2, "participation": 0.5, "delay": delay}
+        exchange, simulation = (
+            make_exchange(spec, config, outer=outer),
+            grace.Simulation(SIZE, spec, config, outer=outer),
+        )
+        for each in (exchange, simulation):
+            each.begin(start)
+        everyone, off, sent = [start] * SIZE, [], []
+        for step in range(9):
+            rngs = [np.random.default_rng((step, rank)) for rank in range(SIZE)]
+            moved = [
+                {k: w + rng.normal(size=w.shape).astype(np.float32) for k, w in x.items()}
+                for rng, x in zip(rngs, everyone, strict=True)
+            ]
+            mine, everyone = exchange(moved[RANK]), simulation.step(moved)
+            off.append(digest(mine) != digest(everyone[RANK]))
+            sent.append([each["wire_bytes"] for each in (exchange.stats(), simulation.stats(RANK))])
+        results[communicator] = {"off": off, "sent": sent}
+        exchange.close()
+    return results
+
+
 def replicas() -> dict[str, Any]:
     """Compare shared states every second step and weights by hand, and change each of them on the last rank."""
     tensors = {"w": (20, 10)}

@@ -14,6 +14,14 @@ EF21 = {"name": "ef21", "momentum": 0.5}
 #: The configuration and the outer steps of each case.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "participation": (TOPK, {"every": 2, "participation": 0.5, "weight": True, "warmup": 1}),
+    "participation, delay": (
+        {"compressor": "qsgd", **GATHERED},
+        {"every": 4, "fragments": 2, "delay": 1, "participation": 0.5, "warmup": 1},
+    ),
+    "participation, two shots": (
+        {**TOPK, "communicator": "two_shot"},
+        {"every": 2, "delay": 1, "participation": 0.5},
+    ),
     "variates": (TOPK, {"every": 3, "variates": True, "warmup": 1}),
     "pairs": (NONE, {"preset": "noloco", "every": 2}),
     "pairs, states": (NONE, {"preset": "noloco", "every": 1, "state": {"momentum": 2}}),
@@ -27,6 +35,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Scafcom": ({**TOPK, "memory": EF21}, {"every": 4, "fragments": 2, "variates": True}),
     "Scafcom, dense": ({**TOPK, "memory": EF21}, {"every": 2, "variates": True, "dense_every": 3}),
+    "SCAFFOLD, in part": (TOPK, {"every": 2, "variates": True, "participation": 0.5, "warmup": 1}),
+    "Scafcom, in part": (
+        {**TOPK, "memory": EF21},
+        {"every": 2, "fragments": 2, "variates": True, "participation": 0.5},
+    ),
     "local error": ({**TOPK, "memory": "none"}, {"every": 2, "local_error": True, "warmup": 1}),
     "CSER": ({**TOPK, "memory": "none"}, {"every": 2, "local_error": True, "dense_every": 3}),
 }

@@ -141,7 +141,8 @@ def refused() -> list[str]:
     except grace.core.errors.StepError as error:
         told.append(str(error))
     weighted = {"outer": {"every": 2, "weight": [1.0, 1.0]}}
-    for wrong, arguments in (({"memory": "diana", "communicator": "allgather"}, {}), ({}, weighted)):
+    flying = {"outer": {"every": 2, "participation": 0.5, "delay": 1}}
+    for wrong, arguments in (({"memory": "diana", "communicator": "allgather"}, {}), ({}, weighted), ({}, flying)):
         model, optimizer = wrapped({"compressor": "qsgd", **EVERYTHING, **wrong}, **arguments)
         try:
             TorchState(model=model, optimizer=optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -217,45 +218,68 @@ OUTER = {
 
 def outer_steps() -> dict[str, Any]:
     """Compare real ranks with a simulation of all of them, after every step; drop steps, and resume from a file."""
-    results: dict[str, Any] = {}
-    for name, (config, outer) in OUTER.items():
-        net = make_net()
-        optimizer = wrap(net, config, outer=outer)
-        everyone = [make_net() for _ in range(world_size())]
-        inner = [sgd(each) for each in everyone]
-        sim = grace.Simulation(
-            world_size(),
-            {key: tuple(p.shape) for key, p in net.named_parameters()},
-            config,
-            framework="torch",
-            outer=outer,
-        )
-        sim.begin({key: p.detach() for key, p in net.named_parameters()})
-        off, saved = [], []
-        for step in range(9):
-            saved.append(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
-            train(net, optimizer, 1, start=step)
-            for rank, (each, own) in enumerate(zip(everyone, inner, strict=True)):
-                train(each, own, 1, start=step, rank=rank)
-            met = sim.step([{key: p.detach() for key, p in each.named_parameters()} for each in everyone])
-            for each, new in zip(everyone, met, strict=True):
-                each.load_state_dict(new)
-            off.append(weights(net) != weights(everyone[my_rank()]))
-        resumed = []
-        for start, (model, state) in enumerate(saved):
-            again = make_net(seed=1)
-            other = wrap(again, config, outer=outer)
-            again.load_state_dict(model)
-            other.load_state_dict(state)
-            train(again, other, 9 - start, start=start)
-            resumed.append(weights(again) != weights(net))
-        results[name] = {
-            "off": off,
-            "resumed": resumed,
-            "weights": weights(net),
-            "stats": optimizer.grace.stats()["outer"],
-        }
-    return results
+    return {name: _beside_a_simulation(config, outer, range(9)) for name, (config, outer) in OUTER.items()}
+
+
+# A part of the ranks contributes, over each communicator on which the others send a header.
+OUT = {
+    "allgather": ({"compressor": "qsgd", **EVERYTHING, "communicator": "allgather"}, {"every": 1}),
+    "two_shot": ({"compressor": "topk", **EVERYTHING, "communicator": "two_shot"}, {"every": 3, "delay": 1}),
+    "broadcast": ({"compressor": "eightbit", **EVERYTHING, "communicator": "broadcast"}, {"every": 3, "fragments": 3}),
+    "sparse": ({"compressor": "topk", **EVERYTHING, "communicator": "sparse_allreduce"}, {"every": 2}),
+}
+
+
+def outer_participation() -> dict[str, Any]:
+    """Do the same where a part of the ranks contributes to each meeting; go on from the middle of a flight."""
+    return {
+        name: _beside_a_simulation(config, {**outer, "participation": 0.5}, [4])
+        for name, (config, outer) in OUT.items()
+    }
+
+
+def _beside_a_simulation(config: dict[str, Any], outer: Any, restarts: Collection[int]) -> dict[str, Any]:
+    net = make_net()
+    optimizer = wrap(net, config, outer=outer)
+    everyone = [make_net() for _ in range(world_size())]
+    inner = [sgd(each) for each in everyone]
+    sim = grace.Simulation(
+        world_size(),
+        {key: tuple(p.shape) for key, p in net.named_parameters()},
+        config,
+        framework="torch",
+        outer=outer,
+    )
+    sim.begin({key: p.detach() for key, p in net.named_parameters()})
+    off, saved, inside, sent = [], [], [], []
+    for step in range(9):
+        saved.append(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
+        inside.append(optimizer.grace.stats()["outer"]["participates"])
+        train(net, optimizer, 1, start=step)
+        for rank, (each, own) in enumerate(zip(everyone, inner, strict=True)):
+            train(each, own, 1, start=step, rank=rank)
+        met = sim.step([{key: p.detach() for key, p in each.named_parameters()} for each in everyone])
+        for each, new in zip(everyone, met, strict=True):
+            each.load_state_dict(new)
+        off.append(weights(net) != weights(everyone[my_rank()]))
+        sent.append([found["wire_bytes"] for found in (optimizer.grace.stats(), sim.stats(my_rank()))])
+    resumed = []
+    for start in restarts:
+        model, state = saved[start]
+        again = make_net(seed=1)
+        other = wrap(again, config, outer=outer)
+        again.load_state_dict(model)
+        other.load_state_dict(state)
+        train(again, other, 9 - start, start=start)
+        resumed.append(weights(again) != weights(net))
+    return {
+        "off": off,
+        "resumed": resumed,
+        "inside": inside,
+        "sent": sent,
+        "weights": weights(net),
+        "stats": optimizer.grace.stats()["outer"],
+    }
 
 
 def _normed() -> torch.nn.Module:

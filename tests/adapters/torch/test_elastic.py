@@ -15,10 +15,11 @@ pytestmark = pytest.mark.distributed
 def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
     ranks = scenario("elastic", launch)
     for rank in ranks:
-        without, joint, local = rank["refused"]
+        without, joint, local, flying = rank["refused"]
         assert "pass the optimizer to grace.torch.horovod.TorchState" in without
         assert "every rank must keep a residual of its own" in joint
         assert "outer cannot have a number per rank as weight" in local
+        assert "nobody knows then how many of the others have contributed" in flying
         assert rank["went on"]
         assert rank["restored"] == [True, 3]
         assert rank["step"] == 3
