@@ -32,7 +32,7 @@ class ModelExchange(Exchange, ABC):
     called = "exchange"
     maker = WHERE
     # Second gradients, if a step takes them.
-    _references: References | None = None
+    _references: References
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -54,18 +54,18 @@ class ModelExchange(Exchange, ABC):
         of a batch, which stays the same when the closure is called twice. Of several backward passes, all but the last
         belong into `no_sync()`. Returns what the closure returns at the weights of now.
         """
-        references = self._references
-        if references is None or not references.needed:
+        if not self._references.needed:
             return closure()
         self.rollback.check()
-        references.evaluate(closure)
+        self._references.evaluate(closure)
         try:
             return closure()
         finally:
-            references.clear()
+            self._references.clear()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of any optimizer. Warn in its first one if the two are known to be a poor pair."""
+        self._references.stepped(optimizer)
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
@@ -101,8 +101,6 @@ class ReplicatedExchange(ModelExchange):
     `trained` has the names of those that train.
     """
 
-    _references: References
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.trained = {p: name for name, p in self._parameters.items() if p.requires_grad}
@@ -132,7 +130,6 @@ class ReplicatedExchange(ModelExchange):
         """Take note of a step of any optimizer, which may have applied gradients."""
         super().stepped(optimizer)
         self._pending.note_step(optimizer)
-        self._references.stepped(optimizer)
 
     def _refuse_converted(self, parameters: Iterable[torch.Tensor], instead: str) -> None:
         """Raise StepError if a parameter has another dtype or device than when the model was registered."""

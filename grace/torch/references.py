@@ -50,7 +50,7 @@ class References:
         It draws the random numbers that the caller will draw next.
         """
         exchange, full = self._exchange, self._exchange.full_round
-        now = {name: p.detach().clone() for p, name in self._names.items()}
+        now = {name: _own(p).clone() for p, name in self._names.items()}
         self._gradients = {} if full else self._at(exchange.earlier or now, now, closure)
         self._kept = now if full or follows_steps(exchange.plan.exchanged, exchange.maker) else None
 
@@ -75,7 +75,7 @@ class References:
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
         for p, name in self._names.items():
             # Not a change that autograd counts: the weights return.
-            p.data.copy_(weights[name])
+            _own(p).copy_(weights[name])
 
     def clear(self) -> None:
         """Forget the second gradients, which belong to one exchange."""
@@ -92,3 +92,9 @@ class References:
         if self._kept is not None:
             self._exchange.earlier = self._kept
         self._gradients, self._kept = {}, None
+
+
+def _own(p: torch.Tensor) -> torch.Tensor:
+    """Return the data of a parameter, or of a sharded one those of this rank's part."""
+    local = getattr(p.data, "to_local", None)
+    return p.data if local is None else local()

@@ -1,5 +1,7 @@
 """Ranks that contribute nothing to a step, or to a meeting of outer steps: what they send, and what they keep."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.session.simulation import poll_all
 from grace.testing.harness import array, host
-from tests.core.test_outer_steps import SHAPES, Training, draw, held_back
+from tests.core.test_outer_steps import NONE, SHAPES, Training, assert_close, draw, held_back
 from tests.support import steps
 from tests.support.registered import every_framework
 
@@ -166,3 +168,27 @@ def test_what_is_held_back_and_what_was_sent_is_what_those_inside_have_moved(fra
     assert all(len(inside) == 2 for inside in drawn[warmup:])
     assert all(len(inside) == 3 for inside in drawn[:warmup])
     assert len(set(drawn[warmup:])) > 1
+
+
+@pytest.mark.parametrize("after", [2, 3, 5])
+def test_other_ranks_go_on_with_what_those_inside_have_contributed(after):
+    """A flight of 4 ranks, of which 2 have contributed, lands on another number: with the same mean."""
+    outer = {"every": 3, "delay": 2, "participation": 0.5}
+    training, other = Training(outer, NONE, 4), Training(outer, NONE, after)
+    training.step(4)
+    states = copy.deepcopy(training.sim.state_dict()["ranks"])
+    assert not other.sim.load_state_dict(states)
+    again = Training(outer, NONE, after)
+    assert not again.sim.load_state_dict(states)
+    for each in (other, again):
+        each.weights, each.steps = [dict(training.weights[0]) for _ in range(after)], 4
+    # The flight of other ranks is saved and loaded, too.
+    assert again.sim.load_state_dict(copy.deepcopy(other.sim.state_dict()))
+    for each in (training, other, again):
+        each.step()
+        assert each.equal_tensors() == set(SHAPES)
+    assert_close(other.values(), training.values(), 1e-5)
+    assert all(x.tobytes() == again.values()[name].tobytes() for name, x in other.values().items())
+    # The next meeting is drawn among the ranks that there are now.
+    inside = [other.sim.stats(rank)["outer"]["participates"] for rank in range(after)]
+    assert inside.count(True) == -(-after // 2)

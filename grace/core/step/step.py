@@ -144,15 +144,15 @@ class Step:
                     memory = {key: self._ops(each.spec.device).copy(x) for key, x in memory.items()}
                 self._kept[name] = {"memory": memory}
 
-    def ready_in_parts(self, name: str, parts: Sequence[Array]) -> None:
-        """Do what `ready` does with a gradient whose elements lie in several flat parts."""
+    def ready_in_parts(self, name: str, parts: Sequence[Array], reference: Array | None = None) -> None:
+        """Do what `ready` does with a gradient whose elements lie in several flat parts; `reference` is flat."""
         item, numel = self._item(name), sum(len(part) for part in parts)
         if numel != item.spec.numel:
             raise StepError(
                 f"tensor '{name}': expected a gradient of {item.spec.numel} elements, received {numel}; parameters "
                 "must keep their shape."
             )
-        self._take(item, parts, None)
+        self._take(item, parts, None, reference)
 
     def leave_out(self, absent: Sequence[Any] = (), *, out: bool) -> None:
         """Let ranks take part with zeros; call it before the first gradient.

@@ -6,7 +6,7 @@ parameter. With replicas (HSDP), the ranks that hold the same part add it afterw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -38,6 +38,7 @@ from grace.torch.distributed.transport import ProcessGroupTransport
 from grace.torch.exchange import OPS
 from grace.torch.loss_scale import check_scaler
 from grace.torch.model import ModelExchange
+from grace.torch.references import References
 from grace.torch.tensors import parameters_of
 
 
@@ -119,10 +120,44 @@ class ShardedExchange(ModelExchange):
         self._within_replica = mesh.shard_process_group
         super().__init__(session, library, {}, scaler)
         self._begun = False
+        # The second gradients of each module as FSDP would reduce them, while they are computed, and afterwards.
+        self._recording: dict[str, list[torch.Tensor]] | None = None
+        self._second: dict[str, list[torch.Tensor]] = {}
+        names = {tensor.sharded.sharded_param: name for name, tensor in self._tensors.items()}
+        self._references = References(self, names, self._record)
 
     def exchanged(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges, as they are sharded now."""
         return [tensor.sharded.sharded_param for tensor in self._tensors.values()]
+
+    @contextmanager
+    def _record(self) -> Iterator[None]:
+        """Let backward passes leave gradients on this rank, as FSDP would reduce them."""
+        self._recording = {}
+        try:
+            yield
+            self._second = self._recording
+        finally:
+            self._recording = None
+
+    def records(self, module: str, gradients: torch.Tensor) -> bool:
+        """Return whether gradients of a module are second ones, which are kept and not exchanged."""
+        if self._recording is None:
+            return False
+        self._recording.setdefault(module, []).append(gradients.clone())
+        return True
+
+    def second(self, module: str) -> torch.Tensor | None:
+        """Return the second gradients of a module's next reduction; None if there are none."""
+        found = self._second.get(module)
+        return found.pop(0) if found else None
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Do what `ModelExchange.evaluate` does; all passes but the last need `set_requires_gradient_sync(False)`."""
+        try:
+            return super().evaluate(closure)
+        finally:
+            self._second = {}
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -141,7 +176,27 @@ class ShardedExchange(ModelExchange):
         return state if self.part is None else {**state, "part": list(self.part)}
 
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
-        return super()._load(run, rank, self._of_part(state))
+        chosen = self._of_part(state)
+        earlier = self._earlier_of(chosen, rank)
+        result = super()._load(run, rank, chosen)
+        self.earlier = earlier
+        return result
+
+    def _earlier_of(self, state: Any, rank: int) -> dict[str, torch.Tensor] | None:
+        """Return the weights of this rank's parts at which second gradients are computed, of what is to be loaded.
+
+        Raises StateError if other ranks had other parts.
+        """
+        given = state if isinstance(state, list) else [state]
+        if all(each.get("earlier") is None for each in given):
+            return None
+        own = [each for each in given if self.part is not None or (each["rank"], each["size"]) == (rank, self.size)]
+        if not own:
+            raise StateError(
+                "checkpoint: for second gradients, it has the earlier weights of a part of each parameter, expected "
+                f"those of rank {rank} of {self.size}, received others; load it on as many ranks, each its own state."
+            )
+        return {name: self._place(own[0]["earlier"][name], t.local) for name, t in self._tensors.items()}
 
     def _of_part(self, state: Any) -> Any:
         """Return a state, or of a list those of the ranks that hold this rank's part.
@@ -289,11 +344,18 @@ class _Reduction:
         return wide
 
     def _exchange_rows(
-        self, output: torch.Tensor, merged: torch.Tensor, rows: Mapping[int, torch.Tensor], mine: int, factor: float
+        self,
+        output: torch.Tensor,
+        merged: torch.Tensor,
+        rows: Mapping[int, torch.Tensor],
+        mine: int,
+        factor: float,
+        second: Mapping[int, torch.Tensor],
     ) -> None:
         """Exchange rows of unscaled gradients, by their part, and write the means of part `mine` to FSDP's buffer.
 
-        The means times the factor are made in `merged`, which may be a row or the buffer itself.
+        The means times the factor are made in `merged`, which may be a row or the buffer itself. `second` has the rows
+        of second gradients, if there are any.
         """
         present, into = self._present(len(output)), {}
         for item in self._step.plan.exchanged:
@@ -305,8 +367,11 @@ class _Reduction:
                 continue
             if tensor.part(mine):
                 into[tensor.name] = merged[start : start + tensor.part(mine)]
-            parts = [row[start : start + tensor.part(i)] for i, row in rows.items() if tensor.part(i)]
-            self._step.ready_in_parts(tensor.name, parts)
+            parts, others = (
+                [row[start : start + tensor.part(i)] for i, row in each.items() if tensor.part(i)]
+                for each in (rows, second)
+            )
+            self._step.ready_in_parts(tensor.name, parts, torch.cat(others) if others else None)
         self._finish(into, factor)
         self._exchange.loss_scale.scale_(merged)
         if merged is not output:
@@ -328,6 +393,9 @@ class GradientScatter(_Reduction):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce the rows of the input, one per rank, and write this rank's to the output."""
+        if self._exchange.records(self._group.name, input_tensor):
+            output_tensor.zero_()
+            return None
         rows = dict(enumerate(input_tensor.view(self._run.transport.size, -1)))
         with self._reducing(len(output_tensor), rows):
             if not self._step.plan.buckets:
@@ -346,9 +414,10 @@ class GradientScatter(_Reduction):
                 "set_gradient_divide_factor(), call set_force_sum_reduction_for_comms(True) on every FSDP module."
             )
         data = self._unscaled(data)
-        rows = dict(enumerate(data.view(size, -1)))
+        rows, second = dict(enumerate(data.view(size, -1))), self._exchange.second(self._group.name)
+        others = {} if second is None else dict(enumerate(self._unscaled(second).view(size, -1)))
         merged = output if data.dtype == output.dtype else torch.zeros_like(output, dtype=data.dtype)
-        self._exchange_rows(output, merged, rows, rank, 1.0 if op == dist.ReduceOp.AVG else float(size))
+        self._exchange_rows(output, merged, rows, rank, 1.0 if op == dist.ReduceOp.AVG else float(size), others)
 
 
 class ReplicaSum(_Reduction):
@@ -357,6 +426,8 @@ class ReplicaSum(_Reduction):
     def __call__(self, reduced: torch.Tensor) -> None:
         """Replace the gradients by their mean over all replicas."""
         assert self._exchange.part is not None
+        if self._exchange.records(self._group.name, reduced):
+            return
         mine = self._exchange.part[0]
         with self._reducing(len(reduced), {mine: reduced}):
             if not self._group.params.all_reduce_grads:
@@ -373,10 +444,10 @@ class ReplicaSum(_Reduction):
                 wait_for(work, reduced, self._run.transport, self._dense)
                 self._finish({}, 1.0)
                 return
-            merged = self._unscaled(reduced)
-            self._exchange_rows(
-                reduced, merged, {mine: merged}, mine, float(self._run.transport.size) if total else 1.0
-            )
+            merged, second = self._unscaled(reduced), self._exchange.second(self._group.name)
+            others = {} if second is None else {mine: self._unscaled(second)}
+            factor = float(self._run.transport.size) if total else 1.0
+            self._exchange_rows(reduced, merged, {mine: merged}, mine, factor, others)
 
 
 def register_sharded(
@@ -415,7 +486,9 @@ def register_sharded(
             None if replicated else ReduceScatter(tuple((name, tensor.chunk) for name, tensor in tensors.items())),
         )
         _check_config(made, modules)
-        run = session.begin(specs, OPS, average=True, delegate=lambda item: item.dense, modules=modules, auto=True)
+        run = session.begin(
+            specs, OPS, average=True, delegate=lambda item: item.dense, modules=modules, references=True, auto=True
+        )
         session.local = {
             "model number": session.number,
             "grad_scaler": scaled,

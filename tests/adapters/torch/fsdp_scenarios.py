@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -100,6 +102,104 @@ def states_of(exchange: Any) -> list[str]:
     return [
         digest(x for kind in ("memory", "compressor") for x in states[kind].values()) for states in tensors.values()
     ]
+
+
+# With all elements sent as they are, it does not matter how tensors are cut.
+EXACT = {"compressor": "topk", "compress_ratio": 1.0, "bucket_bytes": 4000, **EVERYTHING}
+
+
+class _Twice:
+    """A model, in DDP or in FSDP, whose steps take second gradients; full rounds have two batches."""
+
+    def __init__(self, wrapped: Callable[[Net], Any], memory: dict[str, Any], scaled: bool) -> None:
+        self.net = make()
+        self.model = wrapped(self.net)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        self.exchange: Any = grace.torch.register(self.model, {**EXACT, "memory": memory}, grad_scaler=self.scaler)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.alike: list[bool] = []
+
+    def step(self, number: int) -> None:
+        """Take a step, whose random numbers are noted."""
+        data = [*batches(4)]
+        some = data[:2] if self.exchange.full_round else [data[number % 4]]
+        drawn: list[float] = []
+
+        def closure() -> None:
+            self.optimizer.zero_grad()
+            drawn.append(float(torch.rand(1)))
+            for batch in some:
+                with self._alone(batch is not some[-1]):
+                    self.scaler.scale(F.cross_entropy(self.model(batch[0]), batch[1]) / len(some)).backward()
+
+        self.exchange.evaluate(closure)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.alike.append(len(set(drawn)) == 1)
+
+    @contextmanager
+    def _alone(self, alone: bool) -> Iterator[None]:
+        if not alone:
+            yield
+        elif isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            self.model.set_requires_gradient_sync(False)
+            yield
+            self.model.set_requires_gradient_sync(True)
+
+    def weights(self) -> list[torch.Tensor]:
+        each = (p.detach() for p in self.net.parameters())
+        return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in each]
+
+    def saved(self) -> Any:
+        local = [p.detach().to_local().clone() for p in self.net.parameters()]
+        return local, copy.deepcopy(self.exchange.state_dict())
+
+    def load(self, saved: Any) -> None:
+        for p, x in zip(self.net.parameters(), saved[0], strict=True):
+            p.detach().to_local().copy_(x)
+        self.exchange.load_state_dict(saved[1])
+
+
+def second_gradients_of_shards() -> dict[str, Any]:
+    """Compare second gradients in FSDP with those in DDP after each step; load in the middle, also of another rank."""
+    report: dict[str, Any] = {}
+    replicas = [1, 2] if world_size() == 4 else [1]
+    for count, scaled in itertools.product(replicas, (False, True)):
+        # Within one replica, ranks get only parts of a mean, which MARINA would follow.
+        for name in ("lsvrg", "marina") if count > 1 else ("lsvrg",):
+            memory = {"name": name, "period": 3, **({"then": "residual"} if name == "lsvrg" else {})}
+            ddp = _Twice(torch.nn.parallel.DistributedDataParallel, memory, scaled)
+            one, other = (_Twice(functools.partial(shard, replicas=count), memory, scaled) for _ in "ab")
+            apart, equal, kinds = [], [], []
+            for number in range(8):
+                kinds.append(one.exchange.full_round)
+                for each in (ddp, one, *([other] if number > 4 else [])):
+                    each.step(number)
+                pairs = [(a - b).abs().max() for a, b in zip(ddp.weights(), one.weights(), strict=True)]
+                apart.append(float(max(pairs)))
+                if number == 4:
+                    other.load(one.saved())
+                elif number > 4:
+                    equal.append(digest(one.weights()) == digest(other.weights()))
+            start = make().parameters()
+            moved = max(float((a - b).detach().abs().max()) for a, b in zip(one.weights(), start, strict=True))
+            report[f"{name}, {count}, {scaled}"] = {
+                "apart": max(apart),
+                "equal": equal,
+                "kinds": kinds,
+                "moved": moved,
+                "alike": one.alike,
+            }
+            if count == 1:
+                foreign = one.exchange.state_dict() | {"rank": 1 - min(my_rank(), 1)}
+                report["foreign"] = outcome(lambda e=one, f=foreign: e.exchange.load_state_dict(f))
+                while one.exchange.full_round:
+                    one.step(0)
+                report["without"] = outcome(lambda e=one: backward(e.model, next(batches(1))))
+    return report
 
 
 def means_by_fsdp() -> dict[str, Any]:

@@ -27,6 +27,19 @@ def test_means_are_those_of_plain_fsdp(launch):
             assert sent < 0.6 * dense, (label, found)
 
 
+@on(TWO, FOUR)
+def test_second_gradients_of_shards_are_those_of_ddp(launch):
+    for rank in scenario("second_gradients_of_shards", launch):
+        assert "expected those of rank" in rank.pop("foreign")
+        assert "received none in a step that is none" in rank.pop("without")
+        assert len(rank) == (2 if launch == TWO else 6)
+        for label, found in rank.items():
+            assert found["apart"] < 1e-5 < 1e-2 < found["moved"], (label, found)
+            assert found["equal"] == [True] * 3, label
+            assert set(found["kinds"]) == {True, False}
+            assert all(found["alike"]), "both calls of a step draw the same"
+
+
 @on(TWO)
 def test_a_model_is_found_in_what_holds_it(launch):
     for rank in scenario("held_by_others_in_fsdp", launch):

@@ -291,7 +291,8 @@ def second_gradients_of_models() -> dict[str, Any]:
     both = [{"match": "left.*", "compressor": "qsgd", "memory": "lsvrg"}]
     static = torch.nn.parallel.DistributedDataParallel(make_net(), static_graph=True)
     report["static"] = outcome(lambda: grace.torch.register(static, marina))
-    report["sharded"] = outcome(lambda: grace.torch.register(fully_shard(torch.nn.Linear(8, 8)), marina))
+    every = {**marina, "default_rules": False}
+    report["sharded"] = outcome(lambda: grace.torch.register(fully_shard(torch.nn.Linear(8, 8)), every))
     report["by a trainer"] = outcome(lambda: Compression(marina).register(make_net()))
     report["both"] = outcome(lambda: grace.torch.register(make_net(), {**marina, "rules": both}))
     return report
