@@ -126,16 +126,16 @@ def fallen(ranks):
     fell = next(i for i, at in enumerate(first["begun"]) if at > moments[0])
     changed = next((i for i in range(fell, len(methods)) if methods[i] != methods[fell]), None)
     until = len(seconds) if changed is None else changed
-    lost = {} if "qsgd" in methods else {"lost": max(one["lost"] for one in found)}
+    lost = {} if "qsgd" in methods else {"lost": float(f"{max(one['lost'] for one in found):.1e}")}
     return {
         "ranks": ranks,
         "before": methods[fell],
         "after": methods[-1],
         **({} if changed is None else {"steps": changed - fell}),
         "same": "yes" if all(one["methods"] == methods for one in found) else "no",
-        "fast": 1e3 * statistics.median(seconds[BEFORE // 2 : fell - 1]),
-        "fallen": 1e3 * statistics.median(seconds[fell:until]),
-        "taken": 1e3 * statistics.median(seconds[until:]),
+        "fast": round(1e3 * statistics.median(seconds[BEFORE // 2 : fell - 1]), 1),
+        "fallen": round(1e3 * statistics.median(seconds[fell:until]), 1),
+        "taken": round(1e3 * statistics.median(seconds[until:]), 1),
         **lost,
     }
 
