@@ -1,4 +1,4 @@
-"""Measurements of TensorFlow's exchange: norms, and the times of a step that runs as a graph."""
+"""Times of a step that runs as a graph."""
 
 from __future__ import annotations
 
