@@ -141,11 +141,13 @@ class Watch:
                 spec = _cut(self._sampled[name])
                 ops = self.exchange._ops(spec.device)
                 (unit,) = make_plan([spec], made).units
-                small = TensorSpec(name, (_SMALL // 32, 32), spec.dtype, spec.device)
-                (small_unit,) = make_plan([small], made).units
                 merged_by_rank = self._merged(spec, made)
                 seconds += self._timed(unit, x, ops, merged_by_rank)
-                fixed += self._timed(small_unit, x[:_SMALL], ops, merged_by_rank)
+                if not elements:
+                    # Once: to trace it takes as long as for a large one.
+                    small = TensorSpec(name, (_SMALL // 32, 32), spec.dtype, spec.device)
+                    (small_unit,) = make_plan([small], made).units
+                    fixed = self._timed(small_unit, x[:_SMALL], ops, merged_by_rank)
                 elements += spec.numel
                 # By one rank alone, because the errors of several are smaller together.
                 step = self.exchange.local_step(unit, ops, 1)
@@ -156,9 +158,8 @@ class Watch:
             return {"reason": str(reason)}
         if not elements:
             return {"reason": "no gradient was seen that could be compressed"}
-        count = len(self._samples)
-        each = max(0.0, seconds - fixed) / elements
-        return {"fixed": fixed / count, "element": each, "error": error / size if size else 0.0}
+        each = max(0.0, seconds - fixed * len(self._samples)) / elements
+        return {"fixed": fixed, "element": each, "error": error / size if size else 0.0}
 
     def _merged(self, spec: TensorSpec, config: Config) -> int:
         """Return how many payloads of a tensor a rank merges, at least two.

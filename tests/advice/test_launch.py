@@ -155,7 +155,9 @@ def test_other_scripts_and_launchers(script, launcher, ranks, measured, tmp_path
     labels = {row["label"] for row in found["rows"]}
     # Ranks with parts of the model cannot step on their own.
     assert labels & {"less sharding", "8 local steps"} == {"less sharding" if script == SHARDED else "8 local steps"}
-    assert ("powersgd" in labels) == (script != SHARDED)
+    # Graphs of all methods may take too long to trace.
+    late = "s to measure" in found["left_out"].get("powersgd", "")
+    assert ("powersgd" in labels or late) == (script != SHARDED)
 
 
 @pytest.mark.distributed
