@@ -130,9 +130,9 @@ def test_ranks_that_are_out_send_a_header(launch):
 
 
 @on(TORCHRUN, Launch(TORCH, "torchrun", 4))
-def test_outer_steps_of_accumulated_clipped_and_averaged_momenta_are_those_of_plain_pytorch(launch):
+def test_outer_steps_beside_accumulation_clipping_and_schedules_are_those_of_plain_pytorch(launch):
     for rank in scenario("outer_by_hand", launch):
-        assert set(rank) == {"accumulated and clipped", "momentum"}
+        assert set(rank) == {"accumulated and clipped", "momentum", "learning rate"}
         assert max(rank.values()) < 1e-6, rank
 
 

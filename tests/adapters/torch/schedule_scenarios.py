@@ -463,13 +463,15 @@ def outer_mean_of_pytorch() -> dict[str, Any]:
 BY_HAND = {
     "accumulated and clipped": ({}, 2, 0.5, False),
     "momentum": ({"state": {"momentum_buffer": 1}}, 1, float("inf"), True),
+    "learning rate": ({}, 1, float("inf"), False),
 }
 
 
 def outer_by_hand() -> dict[str, float]:
-    """Accumulate and clip gradients, or average momenta. Return how far the weights are from those of plain PyTorch.
+    """Accumulate and clip gradients, average momenta, or lower the learning rate after each inner step.
 
-    There, each rank trains the models of all ranks, and sets weights and momenta to their means.
+    Return how far the weights are from those of plain PyTorch. There, each rank trains the models of all ranks, and
+    sets weights and momenta to their means.
     """
 
     def inner_step(label: str, model: torch.nn.Module, optimizer: Any, step: int, rank: int) -> None:
@@ -479,11 +481,14 @@ def outer_by_hand() -> dict[str, float]:
             F.cross_entropy(model(x), y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
         optimizer.step()
+        schedulers[optimizer].step()
 
     apart = {}
     for label, (options, *_, momentum) in BY_HAND.items():
         ours, theirs = make_net(), [make_net() for _ in range(world_size())]
         optimizer, plain = wrap(ours, {"compressor": "none"}, outer={"every": 2, **options}), [sgd(x) for x in theirs]
+        rate = 0.7 if label == "learning rate" else 1.0
+        schedulers = {x: torch.optim.lr_scheduler.ExponentialLR(x, rate) for x in (optimizer, *plain)}
         for step in range(6):
             inner_step(label, ours, optimizer, step, my_rank())
             for rank, (model, mine) in enumerate(zip(theirs, plain, strict=True)):
