@@ -28,8 +28,8 @@ from grace.core.spec import Array, Field, Payload, State, TensorSpec
             {"compress_ratio": 0.3, "scaled": True},
             {"compress_ratio": 1.0},
         ],
-        # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
         advised=[{"compress_ratio": 0.3}, {}],
+        # A coordinate is sent every 1 / compress_ratio steps on average. Such a delay needs less momentum.
         digits=Setting(lr=0.15, momentum=0.5, options={"compress_ratio": 0.1, "memory": "residual"}),
         needs={
             "memory": Need(
