@@ -110,7 +110,8 @@ def held_back(training):
     for run in training.sim.runs:
         residuals = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for unit in run.plan.units:
-            flat = run.units[unit.spec.name]["memory"].get("residual", np.zeros(unit.spec.numel))
+            residual = run.units[unit.spec.name]["memory"].get("residual")
+            flat = np.zeros(unit.spec.numel) if residual is None else host(training.ops, residual)
             at = 0
             for piece in unit.pieces:
                 residuals[piece.tensor].reshape(-1)[piece.start : piece.stop] += flat[at : at + piece.numel]

@@ -10,10 +10,9 @@ from grace.core.config.config import Method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.session.simulation import poll_all
-from grace.testing.harness import array, host
+from grace.testing.harness import FRAMEWORKS, array, host
 from tests.core.test_outer_steps import NONE, SHAPES, Training, assert_close, draw, held_back
 from tests.support import steps
-from tests.support.registered import every_framework
 
 HEADER = 16
 SHAPE = (48, 20)
@@ -89,8 +88,15 @@ def test_who_is_out_sends_a_header_with_every_method_and_changes_no_bit(communic
     assert len(names) > (3 if communicator in SPARSE else 20), names
 
 
-@every_framework
-@pytest.mark.parametrize("options", [{}, {"checksum": True}, {"coding": "rans"}, {"index_coding": "golomb"}])
+@steps.each(
+    framework=FRAMEWORKS,
+    options={
+        "plain": {},
+        "checksum": {"checksum": True},
+        "rans": {"coding": "rans"},
+        "golomb": {"index_coding": "golomb"},
+    },
+)
 def test_headers_of_checksums_and_codings(framework, options):
     config = {"compressor": "topk", "compress_ratio": 0.1, "default_rules": False, "communicator": "allgather"}
     if "coding" in options:
@@ -138,9 +144,11 @@ def behind(training):
     return found
 
 
-@every_framework
-@pytest.mark.parametrize("communicator", ["allgather", "two_shot", "sparse_allreduce"])
-@pytest.mark.parametrize("outer", [{}, {"delay": 1}, {"delay": 1, "warmup": 2}], ids=str)
+@steps.each(
+    framework=FRAMEWORKS,
+    communicator=["allgather", "two_shot", "sparse_allreduce"],
+    outer={"at once": {}, "delayed": {"delay": 1}, "after a warm-up": {"delay": 1, "warmup": 2}},
+)
 def test_what_is_held_back_and_what_was_sent_is_what_those_inside_have_moved(framework, communicator, outer):
     """A rank that is out keeps the residual. An owner goes on with what a mean lacks, also if it is out itself."""
     config = {"compressor": "topk", "compress_ratio": 0.1, "default_rules": False, "granularity": "layer"}
