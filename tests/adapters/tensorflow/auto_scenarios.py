@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from grace.advice import probe
-from grace.advice.candidates import Risk
 from grace.core.errors import GraceError
 from grace.tensorflow import DistributedGradientTape, Exchange
 from tests.adapters.tensorflow.model import digest, wrap
 from tests.adapters.tensorflow.usage_model import BATCH, by_hand, fit, gradients, samples
+from tests.support.auto import preferring
 from tests.support.cases import EVERYTHING
 
 AUTO = {"compressor": "auto", **EVERYTHING}
 NONE = {"compressor": "none", **EVERYTHING}
 # 5 steps are not counted, and 10 are.
 STEPS = 20
-
-
-def preferring(label: str) -> ExitStack:
-    """Let "auto" take one method, whatever it measures; one with a residual, so that something could be lost."""
-    stack = ExitStack()
-    for target in ("advise.best_of", "auto.best_of"):
-        stack.enter_context(mock.patch(f"grace.advice.{target}", return_value=label))
-    # No others are measured, because each is traced several times.
-    safe = [{"compressor": name} for name in ("none", label)]
-    risk = mock.Mock(side_effect=lambda change, *_: Risk(3 * (change not in safe), "a test"))
-    stack.enter_context(mock.patch("grace.advice.advise.risk_of", risk))
-    stack.enter_context(mock.patch("grace.advice.auto.gains", return_value=True))
-    stack.enter_context(mock.patch.object(probe, "SECONDS", 0.005))
-    return stack
 
 
 def net() -> keras.Model:

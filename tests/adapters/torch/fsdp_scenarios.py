@@ -28,6 +28,7 @@ from grace.core.plan.unit import offsets
 from grace.torch.distributed import ExchangeState
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import backward_of_a_late_rank, digest, outcome, warned_of_scaler
+from tests.support.auto import preferring
 from tests.support.cases import EVERYTHING
 from tests.support.records import stderr_without_logging
 
@@ -742,11 +743,7 @@ def refused_by_fsdp() -> dict[str, Any]:
 def chosen_by_auto() -> dict[str, Any]:
     """Let the compressor "auto" change to qsgd, and return the methods of all steps and what it says."""
     model = shard(make(), replicas=world_size() // 2)
-    with (
-        mock.patch("grace.advice.advise.best_of", return_value="qsgd"),
-        mock.patch("grace.advice.auto.best_of", return_value="qsgd"),
-        mock.patch("grace.advice.auto.gains", return_value=True),
-    ):
+    with preferring("qsgd"):
         exchange = grace.torch.register(model, compressor="auto", **EVERYTHING)
         methods = []
         for batch in batches(36):

@@ -21,6 +21,7 @@ from grace.advice import probe
 from tests.adapters.torch.ddp_scenarios import METHODS, TOPK
 from tests.adapters.torch.launched import my_rank
 from tests.adapters.torch.model import Net, batches, digest, make_net, outcome, sgd
+from tests.support.auto import preferring
 from tests.support.cases import EVERYTHING
 
 # The ways in which a loop uses its model, each with a method of `METHODS`.
@@ -267,12 +268,7 @@ def resumed_with_auto() -> dict[str, Any]:
     def train(exchange: Any, model: Any, choice: str) -> list[str]:
         """Return the methods of 40 steps, in which "auto" prefers one."""
         methods = []
-        with (
-            mock.patch("grace.advice.advise.best_of", return_value=choice),
-            mock.patch("grace.advice.auto.best_of", return_value=choice),
-            mock.patch("grace.advice.auto.gains", return_value=True),
-            mock.patch.object(probe, "SECONDS", 0.005),
-        ):
+        with preferring(choice):
             for _ in range(40):
                 model(torch.randn(8, 64)).square().mean().backward()
                 methods.append(exchange.config.to_dict()["compressor"]["name"])

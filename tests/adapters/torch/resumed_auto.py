@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,11 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import grace.torch
-from grace.advice import probe
-from grace.advice.candidates import Risk
 from tests.adapters.torch import fsdp_scenarios, launched
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import batches, digest, make_net, sgd
+from tests.support.auto import preferring
 from tests.support.cases import EVERYTHING
 
 #: Steps in which a method is on trial, and when it has been chosen.
@@ -113,20 +109,6 @@ def resumed(folder: Path, way: str, size: int, point: str) -> dict[str, Any]:
     with preferring("topk" if exact else "fp16"):
         steps = [job.step(number) for number in range(POINTS[point], STEPS)]
     return {"exact": exact, "difference": difference, "steps": steps, "auto": job.exchange.config.auto}
-
-
-@contextmanager
-def preferring(label: str) -> Iterator[None]:
-    """Let the compressor "auto" take one method, whatever it measures."""
-    safe = [{"compressor": name} for name in ("none", label)]
-    with (
-        mock.patch("grace.advice.advise.risk_of", lambda change, *_: Risk(3 * (change not in safe), "a test")),
-        mock.patch("grace.advice.advise.best_of", return_value=label),
-        mock.patch("grace.advice.auto.best_of", return_value=label),
-        mock.patch("grace.advice.auto.gains", return_value=True),
-        mock.patch.object(probe, "SECONDS", 0.005),
-    ):
-        yield
 
 
 if __name__ == "__main__":
