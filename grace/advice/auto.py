@@ -93,9 +93,10 @@ class Auto(Watch):
         """Take what seems best over the link of now."""
         assert self._figures is not None
         advice = self._figures.advice(self._figures.link, self._known)
-        self._take(advice.best, advice.sentence)
-        self._on_trial = advice.best not in self._known
-        self._reference = self._known.get(advice.best, 0.0)
+        best, why = self._of_first([advice.best, advice.sentence])
+        self._take(best, why)
+        self._on_trial = best not in self._known
+        self._reference = self._known.get(best, 0.0)
 
     def _judge(self) -> None:
         """Keep the choice that was measured, or return to `none` if it gains less than the times of steps vary."""
@@ -104,8 +105,9 @@ class Auto(Watch):
         label, seconds = self._label, self._everyones_period()
         self._known[label] = seconds
         rows = {row.label: row for row in self._figures.advice(self._figures.link, self._known).rows}
+        spread = self._mean(_spread(self.periods))
         best = best_of(row for row in rows.values() if row.label in (*self._known, NONE))
-        pays = best != NONE and gains(rows[NONE].seconds, rows[best].seconds, self._mean(_spread(self.periods)))
+        best, pays = self._of_first([best, best != NONE and gains(rows[NONE].seconds, rows[best].seconds, spread)])
         why, again = f"steps with {label} took {seconds * 1e3:.4g} ms", pays is None and best == label
         if again:
             self._known.pop(NONE, None)
@@ -135,7 +137,7 @@ class Auto(Watch):
             return
         self._looks = 0
         link = measure_link(self.exchange) if self._link_seems_other(period) else figures.link
-        factor = self._seconds(link) / self._seconds(figures.link)
+        factor = self._of_first(self._seconds(link) / self._seconds(figures.link))
         if not changed and 1 / _LINK_CHANGED < factor < _LINK_CHANGED:
             return
         figures.link = link
@@ -164,6 +166,10 @@ class Auto(Watch):
             seconds.append(time.perf_counter() - begin)
         factor = self._mean(min(seconds)) / Machine(exchange.size, link).seconds("allreduce", nbytes)
         return not 1 / _STEP_CHANGED < factor < _STEP_CHANGED
+
+    def _of_first(self, mine: Any) -> Any:
+        """Return what the first rank has found, so that all decide alike: those of FSDP2's parts have other plans."""
+        return self.exchange.everyone(mine, "auto", "the choice of the first rank")[0]
 
     def _everyones_period(self) -> float:
         return self._mean(statistics.median(self.periods))
