@@ -178,6 +178,55 @@ def test_what_is_held_back_and_what_was_sent_is_what_those_inside_have_moved(fra
     assert len(set(drawn[warmup:])) > 1
 
 
+CARRIERS = ["allgather", "broadcast", "two_shot", "sparse_allreduce"]
+
+
+@steps.each(
+    lambda row: row["communicator"] != "sparse_allreduce" or row["method"] == "topk",
+    framework=FRAMEWORKS,
+    method={
+        "topk": {"compressor": "topk", "compress_ratio": 0.5},
+        "signs": {"compressor": "efsignsgd", "memory": "residual"},
+    },
+    communicator=CARRIERS,
+)
+def test_who_is_irrelevant_sends_a_header_and_keeps_the_residual(framework, method, communicator):
+    """Who contributes, each rank decides itself; what then travels is as with ranks that a draw leaves out."""
+    # Half of a mean of the largest elements is zero, and of what owners compress again even more.
+    bound = 0.5 if "compress_ratio" not in method else 0.2 if communicator == "two_shot" else 0.4
+    config = {**method, "default_rules": False, "communicator": communicator}
+    training = Training({"every": 1, "relevance": bound}, config, 3, framework, shapes={"w": (16, 6)})
+    counts = set()
+    for step in range(24):
+        values, held = [training.values(rank)["w"].astype(np.float64) for rank in range(3)], residuals_of(training)
+        own = [training.inner(rank, "w", values[rank].astype(np.float32), step) for rank in range(3)]
+        training.step()
+        shares = [training.sim.stats(rank)["outer"]["relevance"] for rank in range(3)]
+        inside = [rank for rank in range(3) if shares[rank] is None or shares[rank] >= bound]
+        counts.add(len(inside))
+        now, left = training.values()["w"].astype(np.float64), residuals_of(training)
+        assert all(training.values(rank)["w"].tobytes() == training.values()["w"].tobytes() for rank in range(3))
+        for rank in set(range(3)) - set(inside):
+            stats = training.sim.stats(rank)
+            sent = stats["collectives"]
+            if communicator == "two_shot":
+                assert sent["alltoall"] == 2 * HEADER
+            elif communicator == "sparse_allreduce":
+                assert stats["tensors"]["w"]["wire_bytes"] == 0
+            else:
+                assert sent == {**dict.fromkeys(sent, 0), communicator: HEADER}
+            assert left[rank].tobytes() == held[rank].tobytes()
+        if communicator in ("allgather", "broadcast"):
+            moved = [values[rank] - own[rank] + (held[rank] - left[rank]).reshape(16, 6) for rank in inside]
+            np.testing.assert_allclose(values[0] - now, sum(moved) / max(len(inside), 1), rtol=0, atol=2e-5)
+    assert len(counts) > 2
+
+
+def residuals_of(training):
+    """Return what each rank holds back of the one tensor."""
+    return [host(training.ops, run.memories()["w"]["residual"]).copy() for run in training.sim.runs]
+
+
 @pytest.mark.parametrize("after", [2, 3, 5])
 def test_other_ranks_go_on_with_what_those_inside_have_contributed(after):
     """A flight of 4 ranks, of which 2 have contributed, lands on another number: with the same mean."""

@@ -28,14 +28,15 @@ from grace.core.session.meeting import (
     varied_in_part,
     with_variate,
 )
-from grace.core.session.outer_setup import LOSS, OWN, SENDERS, module_beside, modules_of
+from grace.core.session.outer_setup import LOSS, module_beside, modules_of
 from grace.core.session.record import Record
 from grace.core.spec import NO_STATE, Array, State, TensorSpec
 from grace.core.state.checks import check_mapping, check_number, convert_state, show, unreadable
 from grace.core.state.merge import shares
 from grace.core.state.run import Run
 from grace.core.step.step import Outcome
-from grace.core.transport.collectives import KINDS, copies
+from grace.core.transport.collectives import KINDS, allreduce, copies
+from grace.core.transport.transport import Handle
 
 #: Makes a saved array one of the form of the current one.
 Convert: TypeAlias = Callable[[Array, Array], Array]
@@ -49,12 +50,14 @@ class Flight(NamedTuple):
     """Changes on their way: the inner step after which they were sent, and d by tensor; resting ones have none.
 
     Who takes part follows from the number of the meeting, which is that of the next one to land. With `settled`, other
-    ranks have drawn it: all take part, with what the ranks of before have contributed.
+    ranks have drawn it: all take part, with what the ranks of before have contributed. Where relevance decides,
+    `takes_part` says whether this rank does; such a flight lands in the same step.
     """
 
     sent: int
     changes: Mapping[str, Array]
     settled: bool = False
+    takes_part: bool | None = None
 
 
 class Losses(NamedTuple):
@@ -119,6 +122,10 @@ class OuterRun:
         self._state: OuterState | None = None
         # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
         self._started = False
+        # If each rank decides itself whether it takes part in the flight: the collective by which all learn of it, and
+        # then the share of those that do.
+        self._asked: Handle | None = None
+        self._share = 1.0
         #: What `stats` tells.
         self.record = Record(outer)
 
@@ -158,7 +165,7 @@ class OuterRun:
 
     def restore(self, state: OuterState | None) -> None:
         """Go on with an earlier state of this object, or of a checkpoint; a flight in it is sent again."""
-        self._state, self._started = state, False
+        self._state, self._started, self._asked = state, False, None
 
     def before(self, weights: Mapping[str, Array]) -> None:
         """Read the weights again where they are those of the last meeting, before an inner step.
@@ -170,7 +177,7 @@ class OuterRun:
         if fresh:
             read = {name: self._ops(name).copy(self._flat(name, weights)) for name in fresh}
             self._state = state._replace(anchors={**state.anchors, **read})
-        self._poll()
+        self.poll()
 
     def send(
         self,
@@ -188,21 +195,21 @@ class OuterRun:
         self.record.occupied.mark(exchanging=False)
         state = self.state
         step = state.steps + 1
-        self._poll()
+        self.poll()
         flight = state.flight
         if self._meetings(step):
             changes = {
                 name: self._sent_of(name, weights, self._memory(module, name), rates.get(name, 0.0))
                 for module in self._modules(step)
                 for name in self._members[module]
-                if name not in resting and name not in OWN
+                if name not in resting and name != LOSS
             }
             if self.outer.clip:
                 changes |= self._private({name: x for name, x in changes.items() if name in state.anchors})
-            changes |= self._loss() | self._senders(step, changes)
-            flight, self._started = Flight(step, changes), False
+            takes_part = self._takes_part(step, changes)
+            flight, self._started = Flight(step, changes | self._loss(), takes_part=takes_part), False
         self._state = state._replace(steps=step, flight=flight, rates=rates)
-        self._poll()
+        self.poll()
         self.record.stepped()
 
     def note_loss(self, loss: float) -> None:
@@ -232,13 +239,12 @@ class OuterRun:
             made[name] = ops.cast(limited, spec.dtype)
         return made
 
-    def _senders(self, step: int, changes: Mapping[str, Array]) -> dict[str, Array]:
-        """Return 1 as a tensor if this rank contributes to a meeting, and 0 if not, if their relevance decides."""
-        if SENDERS not in self._specs:
-            return {}
+    def _takes_part(self, step: int, changes: Mapping[str, Array]) -> bool | None:
+        """Return whether this rank contributes to a meeting; None if its relevance does not decide."""
+        if not self.outer.relevance:
+            return None
         relevance = self.record.relevance = self._relevance_of(changes) if step > self.outer.warmup else None
-        sends = relevance is None or relevance >= self.outer.relevance
-        return {SENDERS: self._ops(SENDERS).zeros(1, "float32") + self._ops(SENDERS).cast(float(sends), "float32")}
+        return relevance is None or relevance >= self.outer.relevance
 
     def _relevance_of(self, changes: Mapping[str, Array]) -> float | None:
         """Return the share of the elements whose change has the sign of the last mean change; None before that."""
@@ -381,13 +387,15 @@ class OuterRun:
         flight = state.flight
         if flight is None or not self.is_due:
             return None
-        self._poll()
+        self.poll()
+        if self._asked is not None:
+            self.poll()
         modules = self._modules(flight.sent)
         memories = {name: self._memory(module, name) for module in modules for name in self._members[module]}
         outcomes = {module: self._run.current_of(module).finish() for module in modules}
         merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
         sent = {name: x for outcome in outcomes.values() for name, x in outcome.own.items()}
-        merged, moved = self._of_senders(merged), flight.changes
+        merged, moved = self._of_senders(flight, merged), flight.changes
         if self.outer.pairs:
             merged, moved = ({**x, **self._apart(x)} for x in (merged, moved))
         variates, server = state.variates, state.server
@@ -436,26 +444,25 @@ class OuterRun:
         )
         return Landing(written, new, outcomes)
 
-    def _of_senders(self, merged: dict[str, Array]) -> dict[str, Array]:
+    def _of_senders(self, flight: Flight, merged: dict[str, Array]) -> dict[str, Array]:
         """Return means over the ranks that have contributed, from those over all ranks; zeros if there are none."""
-        if SENDERS not in merged:
+        if flight.takes_part is None or self._share in (0.0, 1.0):
             return merged
-        share = float(self._ops(SENDERS).sum(merged.pop(SENDERS)))
-        if share in (0.0, 1.0):
-            return merged
-        return {name: x * self._ops(name).cast(1 / share, self._specs[name].dtype) for name, x in merged.items()}
+        return {name: x * self._ops(name).cast(1 / self._share, self._specs[name].dtype) for name, x in merged.items()}
 
     def commit(self, landing: Landing) -> dict[str, Array]:
         """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
-        sent = on_links = 0.0
+        sent, on_links, size = 0.0, 0.0, self._run.transport.size
         for module, outcome in landing.outcomes.items():
             self._run.commit(outcome, module)
             sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
-            size = self._run.transport.size
             on_links += sum(x * float(copies(kind, size)) for (kind, _), x in outcome.notes.items() if kind in KINDS)
-        losses = self.state.losses
+        losses, flight = self.state.losses, self.state.flight
+        if flight is not None and flight.takes_part is not None:
+            sent += 4 * size
+            on_links += 4 * size * float(copies("allreduce", size))
         self.record.loss = losses.total / losses.number if losses.number else None
-        self._state, self._started = landing.state, False
+        self.restore(landing.state)
         self.record.met(self.state.steps, sent, on_links)
         return landing.weights
 
@@ -522,33 +529,39 @@ class OuterRun:
         outer = dataclasses.replace(self.outer, participation=1.0) if settled else self.outer
         return outer.factors(step, rounds, self._run.transport.size, self._seed)
 
-    def _poll(self) -> None:
-        """Start the exchange of the flight, and go on with its rounds that have arrived."""
+    def poll(self) -> None:
+        """Start the exchange of the flight, and go on with its rounds that have arrived.
+
+        Where each rank decides itself whether it takes part, all first tell each other; the next call waits for that.
+        """
         flight = self.state.flight
         if flight is None:
             return
         if self._started:
             self._run.poll()
             return
+        transport = self._run.transport
+        if flight.takes_part is None:
+            factors = self._factors(flight.sent, self.state.rounds, settled=flight.settled)
+        elif self._asked is None:
+            own = [float(flight.takes_part and rank == transport.rank) for rank in range(transport.size)]
+            told = self._ops(self._weights[0]).numbers(own, "float32")
+            self._asked = transport.start(allreduce(told), "who contributes to a meeting")
+            return
+        else:
+            factors = [float(x) for x in self._asked.wait()]
+            self._asked, self._share = None, sum(factors) / len(factors)
         self._started = True
-        factors = self._factors(flight.sent, self.state.rounds, settled=flight.settled)
         absent = [] if all(factors) else [not factor for factor in factors]
-        factor = factors[self._run.transport.rank]
-        if SENDERS in flight.changes:
-            factor = float(self._ops(SENDERS).sum(flight.changes[SENDERS]))
         for module in self._modules(flight.sent):
             step, names = self._run.current_of(module), self._members[module]
-            # The others learn only by this tensor that the rank contributes nothing to those that travel with it.
-            tells = SENDERS in names
-            step.leave_out(absent, out=not factor and not tells)
+            step.leave_out(absent, out=not factors[transport.rank])
             for name in names:
                 if name not in flight.changes:
                     step.rest(name)
                     continue
-                x = self._shaped(name, flight.changes[name])
-                if tells and not factor and name != SENDERS:
-                    x = self.zeros(name)
-                step.ready(name, self._weighed(name, x, self._factor_of(self._memory(module, name), factor)))
+                x, factor = flight.changes[name], self._factor_of(self._memory(module, name), factors[transport.rank])
+                step.ready(name, self._weighed(name, self._shaped(name, x), factor))
 
     def _note_spread(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> None:
         each = [products(self._ops(name), x, mean[name]) for name, x in own.items() if name in self.state.anchors]
@@ -569,7 +582,7 @@ class OuterRun:
 
     def _check(self, weights: Mapping[str, Array]) -> None:
         """Raise StepError unless there are weights of all tensors as they were; nothing has been sent yet."""
-        given = self._specs.keys() - OWN
+        given = self._specs.keys() - {LOSS}
         if weights.keys() != given:
             names = ", ".join(sorted(map(repr, weights.keys() ^ given))[:5])
             raise StepError(f"outer steps: expected the weights of all tensors, and {names} only on one side.")

@@ -281,11 +281,14 @@ class GraphOuter:
         if self.variates:
             paces = exchange.paces(members)
             moved = self._with_variates(moved, fragment, paces)
-        factors = self._factors(taken, fragment, exchange)
-        part = Part(self, exchange, factors[exchange.rank] if factors else None)
+        share = None
         if outer.relevance:
-            part = self._part_by_relevance(moved, warming, exchange)
-        absent = [factor == 0 for factor in factors] if outer.participation < 1 else []
+            factors = self._relevant(moved, warming, exchange)
+            share = sum(factors[1:], factors[0]) / exchange.size
+        else:
+            factors = self._factors(taken, fragment, exchange)
+        part = Part(self, exchange, factors[exchange.rank] if factors else None, share)
+        absent = [factor == 0 for factor in factors] if outer.participation < 1 or outer.relevance else []
         sent = self._weighed(moved, part.factor, paces)
         inside = None if part.factor is None else part.factor > 0
         found, own = exchange.meet(dict(zip(members, sent, strict=True)), inside, absent)
@@ -379,7 +382,7 @@ class GraphOuter:
     def _factors(self, taken: Array, fragment: int, exchange: GraphExchange) -> list[Array]:
         """Return the factor on what each rank contributes to a meeting; none if all contribute equally."""
         outer, size = self.outer, exchange.size
-        if outer.is_plain_mean or outer.relevance:
+        if outer.is_plain_mean:
             return []
 
         def draw(rank: int, step: int, rounds: int) -> float:
@@ -392,16 +395,18 @@ class GraphOuter:
             self._ops.computed(functools.partial(draw, rank), taken, rounds, dtype="float64") for rank in range(size)
         ]
 
-    def _part_by_relevance(self, moved: Sequence[Array], warming: Array, exchange: GraphExchange) -> Part:
-        """Return this rank's part in a meeting of those whose changes have the signs of the last one."""
+    def _relevant(self, moved: Sequence[Array], warming: Array, exchange: GraphExchange) -> list[Array]:
+        """Return 1 for each rank whose changes have the signs of the last mean change, and 0 for the others."""
         each = zip(self._specs, moved, self._last, strict=True)
         equal = [agreeing(self._of(spec.device), x, last.read_value()) for spec, x, last in each]
         share = self._ops.cast(sum(equal[1:], equal[0]), "float64") / sum(spec.numel for spec in self._specs)
         decides = ~(warming | (self._rounds == 0))
         self._tell(self._told_relevance, share, decides)
         sends = self._ops.cast(~decides | (share >= self.outer.relevance), "float32")
-        (mean,) = exchange.means([self._ops.reshape(sends, (1,))], "senders")
-        return Part(self, exchange, self._ops.cast(sends, "float64"), self._ops.cast(mean[0], "float64"))
+        zero = self._ops.zeros(1, "float32")
+        told = [self._ops.reshape(sends, (1,)) if rank == exchange.rank else zero for rank in range(exchange.size)]
+        (mean,) = exchange.means([self._ops.concat(told)], "senders")
+        return [self._ops.cast(mean[rank] > 0, "float64") for rank in range(exchange.size)]
 
     def _told_relevance(self, share: float, decides: bool) -> None:
         self.record.relevance = share if decides else None

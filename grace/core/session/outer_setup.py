@@ -15,12 +15,8 @@ from grace.core.plan.plan import Modules
 from grace.core.plan.unit import Assignment
 from grace.core.spec import TensorSpec
 
-#: The tensor that brings the mean loss of all ranks.
+#: The tensor that outer steps add to those of a run: it brings the mean loss of all ranks.
 LOSS = "loss of all ranks"
-#: The tensor that brings the share of the ranks that contribute.
-SENDERS = "share of the ranks that contribute"
-#: Tensors that outer steps add to those of a run.
-OWN = frozenset({LOSS, SENDERS})
 
 
 def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
@@ -35,7 +31,7 @@ def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
                 "none; set outer, or leave rounds out."
             )
         return None
-    beside = [spec.name for spec in specs if spec.rounds and spec.name not in OWN]
+    beside = [spec.name for spec in specs if spec.rounds and spec.name != LOSS]
     if beside and config.outer.noise:
         raise ConfigError(
             f"tensor '{beside[0]}': with noise in outer, what accompanies the weights would not be hidden; leave it "
@@ -252,9 +248,7 @@ def with_local_steps(options: Mapping[str, Any], local_steps: int, where: str) -
 
 
 def with_added(config: Config, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-    """Return the tensors of a run, with those that outer steps add: a loss that decides on periods, who contributes."""
-    outer = config.outer
-    if outer is None or not specs:
+    """Return the tensors of a run, with the loss if it decides on periods."""
+    if config.outer is None or config.outer.adapt != "loss" or not specs:
         return specs
-    added = [name for name, wanted in ((LOSS, outer.adapt == "loss"), (SENDERS, outer.relevance > 0)) if wanted]
-    return [*specs, *(TensorSpec(name, (), device=specs[0].device, rounds=1) for name in added)]
+    return [*specs, TensorSpec(LOSS, (), device=specs[0].device, rounds=1)]

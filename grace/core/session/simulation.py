@@ -297,6 +297,8 @@ class Simulation(Exchange):
         try:
             for outer, mine in zip(self.outers, weights, strict=True):
                 outer.send(mine, lr=lr)
+            for outer in self.outers:
+                outer.poll()
             poll_all(self.runs)
             landings = [outer.land(mine) for outer, mine in zip(self.outers, weights, strict=True)]
         except BaseException:

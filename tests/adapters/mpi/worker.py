@@ -475,9 +475,13 @@ def outer_participation() -> dict[str, Any]:
     """Let a part of the ranks contribute; compare weights and bytes with a simulation of all ranks."""
     spec, results = {"w": (30, 20), "v": (40,), "b": ()}, {}
     start = {name: np.ones(shape, np.float32) for name, shape in spec.items()}
-    for communicator, delay in (("allgather", 1), ("two_shot", 0), ("broadcast", 1)):
+    half = {"every": 2, "participation": 0.5}
+    cases = {"allgather": {**half, "delay": 1}, "two_shot": half, "broadcast": {**half, "delay": 1}}
+    # Each rank decides itself.
+    cases["relevance"] = {"every": 1, "relevance": 0.5}
+    for name, outer in cases.items():
+        communicator = "allgather" if name == "relevance" else name
         config = {"compressor": "qsgd", "default_rules": False, "communicator": communicator}
-        outer = {"every": 2, "participation": 0.5, "delay": delay}
         exchange, simulation = (
             make_exchange(spec, config, outer=outer),
             grace.Simulation(SIZE, spec, config, outer=outer),
@@ -494,7 +498,7 @@ def outer_participation() -> dict[str, Any]:
             mine, everyone = exchange(moved[RANK]), simulation.step(moved)
             off.append(digest(mine) != digest(everyone[RANK]))
             sent.append([each["wire_bytes"] for each in (exchange.stats(), simulation.stats(RANK))])
-        results[communicator] = {"off": off, "sent": sent}
+        results[name] = {"off": off, "sent": sent}
         exchange.close()
     return results
 

@@ -232,10 +232,13 @@ OUT = {
 
 def outer_participation() -> dict[str, Any]:
     """Do the same where a part of the ranks contributes to each meeting; go on from the middle of a flight."""
-    return {
+    found = {
         name: _beside_a_simulation(config, {**outer, "participation": 0.5}, [4])
         for name, (config, outer) in OUT.items()
     }
+    # Each rank decides itself.
+    config = {"compressor": "none", **EVERYTHING, "communicator": "allgather"}
+    return {**found, "relevance": _beside_a_simulation(config, {"every": 1, "relevance": 0.8}, [4])}
 
 
 def _beside_a_simulation(config: dict[str, Any], outer: Any, restarts: Collection[int]) -> dict[str, Any]:
