@@ -130,10 +130,10 @@ def test_ranks_that_are_out_send_a_header(launch):
     assert {sent[0] == 16 for rank in ranks for sent in rank["relevance"]["sent"]} == {False, True}
 
 
-@on(TORCHRUN, Launch(TORCH, "torchrun", 4))
+@on(TORCHRUN, *(Launch(TORCH, "torchrun", ranks) for ranks in (3, 4)), usual={Launch(TORCH, "torchrun", 3)})
 def test_outer_steps_beside_accumulation_clipping_and_schedules_are_those_of_plain_pytorch(launch):
     for rank in scenario("outer_by_hand", launch):
-        assert set(rank) == {"accumulated and clipped", "momentum", "learning rate"}
+        assert set(rank) == {"accumulated and clipped", "momentum", "learning rate", "in part"}
         assert max(rank.values()) < 1e-6, rank
 
 

@@ -181,12 +181,14 @@ def test_local_sgd_takes_the_mean_of_the_weights():
     assert_close(training.values(), {name: sum(m[name] for m in moved) / 3 for name in SHAPES})
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_one_rank_is_lookahead_with_momentum(nesterov):
-    """So is data that is equal on all ranks. The reference is PyTorch's own SGD, if it is there."""
+@pytest.mark.parametrize(("nesterov", "ranks"), [(False, 1), (True, 1), (True, 3)])
+def test_one_rank_is_lookahead_with_momentum(nesterov, ranks, monkeypatch):
+    """So are several ranks with equal data. The reference is PyTorch's own SGD, if it is there."""
     torch = pytest.importorskip("torch")
     outer = {"every": 4, "lr": 0.7, "momentum": 0.9, "nesterov": nesterov}
-    training = Training(outer, ranks=1)
+    training = Training(outer, ranks=ranks)
+    inner = training.inner
+    monkeypatch.setattr(training, "inner", lambda rank, *given: inner(0, *given))
     slow = {name: torch.nn.Parameter(torch.from_numpy(x.copy())) for name, x in training.start.items()}
     optimizer = torch.optim.SGD(slow.values(), lr=0.7, momentum=0.9, nesterov=nesterov)
     for meeting in range(5):
@@ -209,8 +211,10 @@ def test_a_meeting_lowers_the_loss():
     own = [{"w": w}] * 2
     losses = [float((w**2).sum())]
     for _ in range(3):
+        gradient = 2 * own[0]["w"]
         for _ in range(2):
             own = sim.step([{"w": x["w"] - np.float32(0.05) * x["w"]} for x in own])
+        assert sim.outers[0].state.kept["w"]["momentum"] @ gradient > 0
         losses.append(float((own[0]["w"] ** 2).sum()))
     assert losses == sorted(losses, reverse=True)
     assert len(set(losses)) == 4
@@ -889,24 +893,32 @@ def test_other_ranks_go_on_in_the_cycle_of_uncompressed_meetings(at):
     assert "one of 3 meetings uncompressed" in other.sim.report()
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1), (1, 3)])
 def test_other_ranks_go_on_with_what_was_held_back_and_was_on_its_way(before, after):
-    first = Training(STREAMING, TOPK, ranks=before)
-    first.step(10)
-    assert first.sim.outers[0].state.flight is not None
-    second = Training(STREAMING, TOPK, ranks=after)
-    saved = first.sim.state_dict()["ranks"]
-    assert not second.sim.load_state_dict(saved)
-    old, new = ([o.state for o in t.sim.outers] for t in (first, second))
-    assert {(s.steps, s.met, s.rounds) for s in new} == {(10, old[0].met, old[0].rounds)}
-    for state in new:
-        assert all((x == old[0].anchors[name]).all() for name, x in state.anchors.items())
-    for name in old[0].flight.changes:
-        means = [sum(s.flight.changes[name] for s in states) / len(states) for states in (old, new)]
-        np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-6)
-    second.weights, second.steps = [first.weights[0]] * after, 10
-    second.step(8)
-    assert np.isfinite(second.values()["a"]).all()
+    """From any inner step of two periods."""
+    first, flights = Training(STREAMING, TOPK, ranks=before), 0
+    for at in range(1, 13):
+        first.step()
+        second = Training(STREAMING, TOPK, ranks=after)
+        saved = copy.deepcopy(first.sim.state_dict()["ranks"])
+        assert not second.sim.load_state_dict(saved)
+        old, new = ([o.state for o in t.sim.outers] for t in (first, second))
+        assert {(s.steps, s.met, s.rounds) for s in new} == {(at, old[0].met, old[0].rounds)}
+        for state in new:
+            assert all((x == old[0].anchors[name]).all() for name, x in state.anchors.items())
+        flying = [] if old[0].flight is None else list(old[0].flight.changes)
+        flights += bool(flying)
+        for name in flying:
+            means = [sum(s.flight.changes[name] for s in states) / len(states) for states in (old, new)]
+            np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-6)
+        held = [held_back(t) for t in (first, second)]
+        means = [{n: sum(own[n] for own in of_all) / len(of_all) for n in SHAPES} for of_all in held]
+        assert_close(means[1], means[0], 1e-5)
+        assert at < 6 or max(abs(x).max() for x in means[0].values() if x.size) > 0.05
+        second.weights, second.steps = [first.weights[0]] * after, at
+        second.step(8)
+        assert np.isfinite(second.values()["a"]).all()
+    assert flights > 4
 
 
 def test_a_checkpoint_of_another_kind_is_refused():
