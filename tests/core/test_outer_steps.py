@@ -1195,6 +1195,8 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 20, "fragment_sync_delay": 2}, "'fragment_sync_delay' is 'delay' here"),
         ({"every": 20, "fragment_update_alpha": 0.5}, "'fragment_update_alpha' is 'alpha' here"),
         ({"every": 20, "num_fragments": 2}, "'num_fragments' is 'fragments' here"),
+        ({"semi_sync_method": "diloco"}, "'semi_sync_method' is 'preset' here"),
+        ({"every": 20, "optimizer": object}, "expected one of adam, average.*with its options beside it.*'lr': 0.7"),
         ({"every": 20, "error_decay": 0.9}, "'error_decay' is beta of the memory residual"),
         ({"every": 20, "should_quantize": True}, "'should_quantize' is a compressor"),
         ({"every": 20, "reduce": "senders"}, "'reduce' is an option of the communicator: .*'allgather'"),

@@ -50,6 +50,7 @@ _FOREIGN = {
     **dict.fromkeys(("maxgradnorm", "l2normclip", "clippingnorm"), "clip"),
     **dict.fromkeys(("noisemultiplier",), "noise"),
     **dict.fromkeys(("warmupsteps", "startlocalsgditer"), "warmup"),
+    "semisyncmethod": "preset",
     **dict.fromkeys(("optimizerstatepolicy", "averageoptstatistics", "states"), "state"),
 }
 _SENDERS = "'communicator': {'name': 'allgather', 'reduce': 'senders', 'clip': 'median_norm'}"
@@ -464,6 +465,11 @@ def _from_table(values: Mapping[str, Any]) -> OuterSteps:
     chosen = values.get("optimizer", "sgd" if {*flat} & {*fields_of(outer_optimizers.get("sgd"))} else "average")
     if isinstance(chosen, str):
         chosen = {"name": chosen}
+    if not isinstance(chosen, Mapping | OuterOptimizer):
+        raise ConfigError(
+            f"outer, option 'optimizer': expected one of {', '.join(outer_optimizers)}, received {chosen!r}; name it, "
+            "with its options beside it, such as {'every': 30, 'lr': 0.7, 'momentum': 0.9, 'nesterov': True}."
+        )
     valid: list[str] = []
     if isinstance(chosen, Mapping) and isinstance(chosen.get("name"), str):
         valid = list(fields_of(outer_optimizers.get(chosen["name"])))
