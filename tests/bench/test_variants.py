@@ -95,7 +95,7 @@ VALUES = st.recursive(
 OPTIONS = st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True).filter(lambda key: key != "compressor"), VALUES)
 
 
-@settings(max_examples=5000 if ALL else 100, deadline=None)
+@settings(max_examples=1000 if ALL else 100, deadline=None)
 @given(st.lists(st.tuples(st.from_regex(r"[a-z0-9]+", fullmatch=True), OPTIONS), min_size=1, max_size=3))
 def test_labels_are_read_as_what_they_name(given_variants):
     labels = [Variant(*each).label for each in given_variants]
