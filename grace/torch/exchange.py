@@ -120,7 +120,7 @@ class Exchange(core.Exchange):
         `saved` is what `load_state_dict` takes, and the warnings are the same. Raises StateError if the checkpoint has
         other tensors, methods, shapes or dtypes, or if PyTorch refuses its part; then nothing was loaded.
         """
-        plain = optimizer.state, optimizer.param_groups
+        plain, earlier = (optimizer.state, optimizer.param_groups), self.earlier
         for outer in self.outers:
             outer.drain()
         with self._all_or_nothing():
@@ -128,7 +128,7 @@ class Exchange(core.Exchange):
             try:
                 load_plain()
             except Exception as error:
-                optimizer.state, optimizer.param_groups = plain
+                (optimizer.state, optimizer.param_groups), self.earlier = plain, earlier
                 raise StateError(
                     "checkpoint: expected a state of the same optimizer, received one that PyTorch refuses "
                     f"({type(error).__name__}: {error}); load a checkpoint of this optimizer and these parameters."

@@ -38,6 +38,9 @@ class ModelExchange(Exchange, ABC):
         super().__init__(*args, **options)
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.rollback.forget = self._forget_pass
+
+    def _note_steps(self) -> None:
+        """Call `stepped` after each step of every optimizer from now on: the model is registered."""
         _registered.add(self)
         if not _hooked:
             _hooked.append(register_optimizer_step_post_hook(_stepped))
@@ -125,6 +128,7 @@ class ReplicatedExchange(ModelExchange):
         self._references = References(self, {p: name for name, p in self._parameters.items()}, aside)
         self._pending.attach(expected)
         self.loss_scale.attach_to(lambda: self.trained)
+        self._note_steps()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of any optimizer, which may have applied gradients."""

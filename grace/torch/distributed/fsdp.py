@@ -125,6 +125,7 @@ class ShardedExchange(ModelExchange):
         self._second: dict[str, list[torch.Tensor]] = {}
         names = {tensor.sharded.sharded_param: name for name, tensor in self._tensors.items()}
         self._references = References(self, names, self._record)
+        self._note_steps()
 
     def exchanged(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges, as they are sharded now."""

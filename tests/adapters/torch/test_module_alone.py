@@ -1,7 +1,8 @@
-"""Dense gradients of a registered plain model, and a dropped step, in a single process."""
+"""Dense gradients of a registered plain model, and steps and loads that fail, in a single process."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import grace.torch  # noqa: E402
+from grace.core.errors import StateError, WaitError  # noqa: E402
 from grace.torch.distributed import module  # noqa: E402
 from grace.torch.distributed.transport import ProcessGroupTransport  # noqa: E402
 
@@ -67,3 +69,38 @@ def test_a_dropped_step_keeps_the_change_with_which_it_began():
     optimizer.grace.discard()
     (item,) = optimizer.grace.plan.exchanged
     assert item.compressor.compress_ratio == 0.5
+
+
+def test_a_model_that_could_not_be_registered_is_left_alone():
+    """Another rank did not come. The exchange may live on, in a traceback or until Python looks for garbage."""
+    model = torch.nn.Linear(30, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        mock.patch.object(module.ModuleExchange, "attach", side_effect=WaitError("the other rank ended")),
+        pytest.raises(WaitError) as failed,
+    ):
+        grace.torch.register(model, compressor="topk")
+    model(torch.randn(4, 30)).sum().backward()
+    optimizer.step()
+    grace.torch.register(model, compressor="topk")
+    assert failed.value.args == ("the other rank ended",)
+
+
+def test_a_checkpoint_that_is_refused_leaves_the_weights_of_second_gradients():
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    config = {"compressor": "qsgd", "memory": "marina", "default_rules": False}
+    optimizer = grace.torch.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), config=config)
+
+    def closure():
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+
+    optimizer.step(closure)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step(closure)
+    ((name, before),) = optimizer.grace.earlier.items()
+    with pytest.raises(StateError, match="one that PyTorch refuses"):
+        optimizer.load_state_dict({**saved, "param_groups": []})
+    assert optimizer.grace.earlier[name] is before
+    optimizer.load_state_dict(saved)
+    assert not torch.equal(optimizer.grace.earlier[name], before)
