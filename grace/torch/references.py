@@ -16,7 +16,7 @@ from grace.torch.loss_scale import is_skipped
 class References:
     """Second gradients of the same batch, for memories that need them: those of a closure at earlier weights.
 
-    `names` has the names of the parameters. In the context `alone()`, backward passes leave their gradients on this
+    `names` are those of the parameters. In the context `alone()`, backward passes leave their gradients on this
     rank. `Exchange.earlier` has the weights, which are equal on all ranks.
     """
 
@@ -26,7 +26,7 @@ class References:
         names: Mapping[torch.Tensor, str],
         alone: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._exchange, self._names, self._alone = exchange, names, alone
+        self._exchange, self.names, self._alone = exchange, names, alone
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._kept: dict[str, torch.Tensor] | None = None
 
@@ -50,7 +50,7 @@ class References:
         It draws the random numbers that the caller will draw next.
         """
         exchange, full = self._exchange, self._exchange.full_round
-        now = {name: _own(p).clone() for p, name in self._names.items()}
+        now = {name: _own(p).clone() for p, name in self.names.items()}
         self._gradients = {} if full else self._at(exchange.earlier or now, now, closure)
         self._kept = now if full or follows_steps(exchange.plan.exchanged, exchange.maker) else None
 
@@ -58,22 +58,22 @@ class References:
         self, earlier: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], closure: Callable[[], Any]
     ) -> dict[torch.Tensor, torch.Tensor | None]:
         """Return the gradients of a closure at earlier weights."""
-        devices = {p.device.index for p in self._names if p.device.type == "cuda"}
-        before = {p: p.grad for p in self._names}
-        for p in self._names:
+        devices = {p.device.index for p in self.names if p.device.type == "cuda"}
+        before = {p: p.grad for p in self.names}
+        for p in self.names:
             p.grad = None
         try:
             self._put(earlier)
             with self._alone(), torch.random.fork_rng(sorted(devices)), torch.enable_grad():
                 closure()
-            return {p: None if p.grad is None else p.grad.detach().clone() for p in self._names}
+            return {p: None if p.grad is None else p.grad.detach().clone() for p in self.names}
         finally:
             self._put(now)
             for p, gradient in before.items():
                 p.grad = gradient
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
-        for p, name in self._names.items():
+        for p, name in self.names.items():
             # Not a change that autograd counts: the weights return.
             _own(p).copy_(weights[name])
 
@@ -83,7 +83,7 @@ class References:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of an optimizer, of these parameters or of others."""
-        ours = any(p in self._names for group in optimizer.param_groups for p in group["params"])
+        ours = any(p in self.names for group in optimizer.param_groups for p in group["params"])
         if ours and not is_skipped(optimizer):
             self.applied()
 

@@ -123,9 +123,12 @@ class ShardedExchange(ModelExchange):
         # The second gradients of each module as FSDP would reduce them, while they are computed, and afterwards.
         self._recording: dict[str, list[torch.Tensor]] | None = None
         self._second: dict[str, list[torch.Tensor]] = {}
-        names = {tensor.sharded.sharded_param: name for name, tensor in self._tensors.items()}
-        self._references = References(self, names, self._record)
+        self._references = References(self, self.names(), self._record)
         self._note_steps()
+
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the names of the parameters as they are now: `load_state_dict(assign=True)` replaces them."""
+        return {tensor.sharded.sharded_param: name for name, tensor in self._tensors.items()}
 
     def exchanged(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges, as they are sharded now."""
@@ -134,12 +137,19 @@ class ShardedExchange(ModelExchange):
     @contextmanager
     def _record(self) -> Iterator[None]:
         """Let backward passes leave gradients on this rank, as FSDP would reduce them."""
+        self._reshard()
         self._recording = {}
         try:
             yield
             self._second = self._recording
         finally:
             self._recording = None
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Let the next pass gather parameters: FSDP may have kept those of the last one, with other weights."""
+        for group in self._groups:
+            group.module.reshard()
 
     def records(self, module: str, gradients: torch.Tensor) -> bool:
         """Return whether gradients of a module are second ones, which are kept and not exchanged."""
@@ -155,6 +165,7 @@ class ShardedExchange(ModelExchange):
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Do what `ModelExchange.evaluate` does; all passes but the last need `set_requires_gradient_sync(False)`."""
+        self._references.names = self.names()
         try:
             return super().evaluate(closure)
         finally:
@@ -180,24 +191,25 @@ class ShardedExchange(ModelExchange):
         chosen = self._of_part(state)
         earlier = self._earlier_of(chosen, rank)
         result = super()._load(run, rank, chosen)
-        self.earlier = earlier
+        self.earlier = earlier and {name: self._place(earlier[name], t.local) for name, t in self._tensors.items()}
         return result
 
-    def _earlier_of(self, state: Any, rank: int) -> dict[str, torch.Tensor] | None:
-        """Return the weights of this rank's parts at which second gradients are computed, of what is to be loaded.
+    def _earlier_of(self, state: Any, rank: int) -> Mapping[str, torch.Tensor] | None:
+        """Return what a state that is to be loaded has of the weights at which second gradients are computed.
 
         Raises StateError if other ranks had other parts.
         """
         given = state if isinstance(state, list) else [state]
         if all(each.get("earlier") is None for each in given):
             return None
-        own = [each for each in given if self.part is not None or (each["rank"], each["size"]) == (rank, self.size)]
+        place = rank, self.size
+        own = [each for each in given if self.part is not None or (each.get("rank"), each.get("size")) == place]
         if not own:
             raise StateError(
                 "checkpoint: for second gradients, it has the earlier weights of a part of each parameter, expected "
                 f"those of rank {rank} of {self.size}, received others; load it on as many ranks, each its own state."
             )
-        return {name: self._place(own[0]["earlier"][name], t.local) for name, t in self._tensors.items()}
+        return check_mapping(own[0]["earlier"], "earlier")
 
     def _of_part(self, state: Any) -> Any:
         """Return a state, or of a list those of the ranks that hold this rank's part.
@@ -504,7 +516,7 @@ def register_sharded(
         where,
     )
     exchange = ShardedExchange(cast(torch.nn.Module, model), session, library, scaler, groups, modules)
-    exchange.loss_scale.attach_to(lambda: {t.sharded.sharded_param: name for name, t in tensors.items()})
+    exchange.loss_scale.attach_to(exchange.names)
     model.set_reduce_scatter_unused_params(True)
     for group in groups:
         kind = ReplicaSum if replicated else GradientScatter

@@ -163,9 +163,17 @@ class _Twice:
             p.detach().to_local().copy_(x)
         self.exchange.load_state_dict(saved[1])
 
+    def replace_parameters(self) -> None:
+        """Replace the parameters by copies, as a checkpoint that is loaded with `assign` does."""
+        self.net.load_state_dict({name: x.clone() for name, x in self.net.state_dict().items()}, assign=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
 
 def second_gradients_of_shards() -> dict[str, Any]:
-    """Compare second gradients in FSDP with those in DDP after each step; load in the middle, also of another rank."""
+    """Compare second gradients in FSDP with those in DDP after each step; load in the middle, also of another rank.
+
+    Before each step, FSDP gathers the weights for a pass without gradients, and keeps them.
+    """
     report: dict[str, Any] = {}
     replicas = [1, 2] if world_size() == 4 else [1]
     for count, scaled in itertools.product(replicas, (False, True)):
@@ -177,6 +185,10 @@ def second_gradients_of_shards() -> dict[str, Any]:
             apart, equal, kinds = [], [], []
             for number in range(8):
                 kinds.append(one.exchange.full_round)
+                if number == 6 and not scaled:
+                    one.replace_parameters()
+                with torch.no_grad():
+                    one.model(next(batches(1))[0])
                 for each in (ddp, one, *([other] if number > 4 else [])):
                     each.step(number)
                 pairs = [(a - b).abs().max() for a, b in zip(ddp.weights(), one.weights(), strict=True)]
@@ -197,6 +209,8 @@ def second_gradients_of_shards() -> dict[str, Any]:
             if count == 1:
                 foreign = one.exchange.state_dict() | {"rank": 1 - min(my_rank(), 1)}
                 report["foreign"] = outcome(lambda e=one, f=foreign: e.exchange.load_state_dict(f))
+                less = one.exchange.state_dict() | {"tensors": {}, "earlier": {}}
+                report["other tensors"] = outcome(lambda e=one, f=less: e.exchange.load_state_dict(f))
                 while one.exchange.full_round:
                     one.step(0)
                 report["without"] = outcome(lambda e=one: backward(e.model, next(batches(1))))
