@@ -148,8 +148,10 @@ def _deciding(train: Any, model: Callable[[], Any], exchange: Exchange, keras_ma
             exchange.advisor.decide()
         if len(exchange.history) != changes:
             trained = model()
+            # A model may have put the function into one of its own.
+            own = trained.train_function
             keras_make(trained, True)
-            train, trained.train_function = trained.train_function, train_function
+            train, trained.train_function = trained.train_function, own
         exchange.in_batch = True
         try:
             return train(*given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.support.launch import TENSORFLOW, Launch
@@ -23,3 +25,18 @@ def test_auto_decides_on_all_ranks_in_the_same_step_and_equals_a_change_by_hand(
         assert ours == by_hand, way
     for rank in ranks:
         assert "a graph of yours would have to be traced again" in rank["refused"]
+
+
+def test_a_change_keeps_the_function_that_a_model_has_made_of_its_train_function():
+    pytest.importorskip("keras")
+    replaced = pytest.importorskip("grace.tensorflow.replaced")
+    exchange = SimpleNamespace(history=[], advisor=SimpleNamespace(decide=lambda: exchange.history.append("change")))
+
+    def keras_make(made, force):
+        made.train_function = lambda batch: f"new {batch}"
+
+    model = SimpleNamespace()
+    train = replaced._deciding(lambda batch: f"old {batch}", lambda: model, exchange, keras_make)
+    model.train_function = own = lambda batch: f"own {train(batch)}"
+    assert model.train_function(1) == "own new 1"
+    assert model.train_function is own
