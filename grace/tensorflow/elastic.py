@@ -104,7 +104,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
     def sync(self) -> None:
         """Give all ranks what is equal on them, from rank 0. What they hold back stays with each."""
         keeping = [self._agree(number) for number in range(len(self._exchanges))]
-        shared = [variable for exchange, _ in self._exchanges for variable in exchange.run.shared_variables]
+        shared = [variable for exchange, _ in self._exchanges for variable in exchange.shared_variables()]
         own = {id(variable) for variable in self._accumulators()}
         inner = innermost(self.optimizer)
         steps, kept = int(inner._iterations), self._of_keras(self.model.weights) if self._meets else []

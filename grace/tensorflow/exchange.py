@@ -372,6 +372,13 @@ class Exchange(core.Exchange, tf.Module):
         """The variables that differ between ranks. A broadcast must not change them."""
         return [self.run.origin, *self.run.of_this_rank]
 
+    def shared_variables(self) -> list[tf.Variable]:
+        """Return the variables that are equal on all ranks, which a new one takes from another."""
+        earlier: Sequence[tf.Variable] = ()
+        if any(stage.plan.period for stage in self.run.live):
+            earlier = self._make_earlier([watched() for watched in self._watched])
+        return [*self.run.shared_variables, *earlier]
+
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
         return {"configuration": self.config.to_dict(), **self.arguments}

@@ -43,6 +43,14 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(way, launch):
 
 
 @on(TWO)
+def test_a_new_rank_takes_the_earlier_weights_of_second_gradients(launch):
+    ranks = scenario("elastic_second_gradients", launch)
+    assert ranks[0]["after"] == ranks[0]["before"] != ranks[0]["weights"]
+    for key in ("after", "weights"):
+        assert same([rank[key] for rank in ranks])
+
+
+@on(TWO)
 def test_a_restore_takes_a_change_back(launch):
     ranks = scenario("elastic_change", launch)
     assert same(ranks)
