@@ -118,6 +118,8 @@ class ShardedExchange(ModelExchange):
         if self._replicated:
             self.part = mesh.shard_mesh_rank, mesh.shard_mesh_size
         self._within_replica = mesh.shard_process_group
+        # Connects the parts of a replica, once advice or "auto" needs values of all of them.
+        self._of_parts: ProcessGroupTransport | None = None
         super().__init__(session, library, {}, scaler)
         self._begun = False
         # The second gradients of each module as FSDP would reduce them, while they are computed, and afterwards.
@@ -235,8 +237,14 @@ class ShardedExchange(ModelExchange):
 
     def _forget_pass(self) -> None:
         self._begun = False
-        # FSDP was interrupted in the middle of a backward pass. Afterwards the model has its sharded parameters again.
-        self._model.reset_iter_state()  # type: ignore[operator]
+        if self._of_parts is not None:
+            # It may have failed on some ranks only.
+            self._of_parts.close()
+            self._of_parts = None
+        if cast(FSDPModule, self._model)._get_fsdp_state()._is_root is not None:
+            # FSDP may have been interrupted in a pass. Afterwards the model has its sharded parameters again. Before
+            # its first pass, FSDP has nothing to return to.
+            self._model.reset_iter_state()  # type: ignore[operator]
         self._model.zero_grad()
         for tensor in self._tensors.values():
             # FSDP does not forget the gradients of modules that it had not reduced, and would add to them.
@@ -248,8 +256,10 @@ class ShardedExchange(ModelExchange):
         rows = super().everyone(mine, purpose, what)
         if not self._replicated:
             return rows
+        if self._of_parts is None:
+            self._of_parts = _connect_parts(self._within_replica, self.config.timeout, what)
         # The prefix names the ranks of one part.
-        return _of_all_parts(self._within_replica, rows, self.config.timeout, f"grace/sharded/{purpose}", what)
+        return _of_all_parts(self._of_parts, rows, f"grace/sharded/{purpose}", what)
 
     def gathers(self) -> list[tuple[int, int]]:
         found = []
@@ -481,7 +491,13 @@ def register_sharded(
         # All models use the same name. So ranks with different numbers of models still compare.
         name, what = "grace/sharded/agree", f"{where}()"
         rows = transport.gather_objects(mine, name, what)
-        return _of_all_parts(mesh.shard_process_group, rows, request.timeout, name, what) if replicated else rows
+        if not replicated:
+            return rows
+        of_parts = _connect_parts(mesh.shard_process_group, request.timeout, what)
+        try:
+            return _of_all_parts(of_parts, rows, name, what)
+        finally:
+            of_parts.close()
 
     with library.session(request, "sharded", gather) as session:
         made = session.config
@@ -530,14 +546,14 @@ def register_sharded(
     return exchange
 
 
-def _of_all_parts(parts: Any, rows: list[Any], timeout: float, name: str, what: str) -> list[Any]:
-    """Return the values of all ranks, from the `rows` of the ranks with this part, over the process group `parts`."""
-    # Ranks of different parts exchange nothing else, so they connect for this only.
-    transport = ProcessGroupTransport(parts, timeout=timeout, lanes=1, what=what)
-    try:
-        return [value for row in transport.gather_objects(rows, name, what) for value in row]
-    finally:
-        transport.close()
+def _connect_parts(group: Any, timeout: float, what: str) -> ProcessGroupTransport:
+    """Return a transport between the ranks of a replica, which exchange no gradients by grace."""
+    return ProcessGroupTransport(group, timeout=timeout, lanes=1, what=what)
+
+
+def _of_all_parts(parts: ProcessGroupTransport, rows: list[Any], name: str, what: str) -> list[Any]:
+    """Return the values of all ranks, from the `rows` of the ranks with this part."""
+    return [value for row in parts.gather_objects(rows, name, what) for value in row]
 
 
 def _in_words(part: Any) -> str:

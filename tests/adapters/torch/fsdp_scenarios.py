@@ -25,7 +25,7 @@ import grace.torch
 from grace.core.errors import GraceWarning
 from grace.core.memories.residual import Residual
 from grace.core.plan.unit import offsets
-from grace.torch.distributed import ExchangeState
+from grace.torch.distributed import ExchangeState, fsdp
 from tests.adapters.torch.launched import my_rank, world_size
 from tests.adapters.torch.model import backward_of_a_late_rank, digest, outcome, warned_of_scaler
 from tests.support.auto import preferring
@@ -539,13 +539,18 @@ def waits_by_fsdp() -> str:
     return backward_of_a_late_rank(F.cross_entropy(model(x), y))
 
 
-def absent_from_parts() -> list[Any]:
-    """Let the last rank stay away when all parts and replicas exchange a value; the values and the errors of each."""
+def absent_from_parts() -> dict[str, Any]:
+    """Let the last rank stay away when all parts and replicas exchange a value, and drop that: values and errors."""
     exchange = grace.torch.register(shard(make(), replicas=2), TOPK, timeout=2)
-    together = exchange.everyone(my_rank(), "advice", "this test")
-    if my_rank() == world_size() - 1:
-        return [together, ""]
-    return [together, outcome(lambda: exchange.everyone(my_rank(), "advice", "this test"))]
+
+    def everyone() -> list[Any]:
+        return exchange.everyone(my_rank(), "advice", "this test")
+
+    with mock.patch.object(fsdp, "_connect_parts", wraps=fsdp._connect_parts) as connect:
+        together = [everyone() for _ in range(3)]
+    error = "" if my_rank() == world_size() - 1 else outcome(everyone)
+    exchange.discard()
+    return {"together": [*together, everyone()], "connected": connect.call_count, "error": error}
 
 
 def mismatched_by_fsdp() -> str:

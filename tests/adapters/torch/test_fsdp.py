@@ -146,13 +146,14 @@ def test_a_rank_that_waits_for_a_dense_reduction_says_so_and_ends(launch):
 
 @on(FOUR)
 def test_a_rank_of_another_part_that_stays_away_is_an_error(launch):
-    """The ranks of different parts exchange small values only, for advice."""
+    """The ranks of different parts exchange small values only, for advice. They connect for them once."""
     ranks = scenario("absent_from_parts", launch)
-    assert [sorted(together) for together, _ in ranks] == [[0, 1, 2, 3]] * 4
+    assert all(sorted(values) == [0, 1, 2, 3] for rank in ranks for values in rank["together"])
+    assert [rank["connected"] for rank in ranks] == [1] * 4
     # Rank 1 waits for the other replica of its part, and the others for the other part of their replica.
-    for rank, (_, error) in enumerate(ranks[:3]):
-        assert error.startswith("WaitError: rank "), (rank, error)
-        assert "this test" in error, (rank, error)
+    for rank in ranks[:3]:
+        assert rank["error"].startswith("WaitError: rank "), rank
+        assert "this test" in rank["error"], rank
 
 
 @on(TWO)
