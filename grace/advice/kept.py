@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -89,6 +90,7 @@ def kept_here(figures: int, **more: Any) -> Kept:
         "processor": processor(),
         "cores": os.cpu_count(),
         "kernels": describe(),
+        "python": platform.python_version(),
         "numpy": installed("numpy"),
         "code": _code(),
         **more,

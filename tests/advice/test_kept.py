@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import platform
 import threading
 import time
 
@@ -129,8 +130,12 @@ def test_what_was_measured_by_another_machine_or_version_does_not_count(fact, tm
     assert kept.Kept(tmp_path, {**FACTS, fact: "other"}, 1).get(QSGD_8, 2) is None
 
 
-def test_the_facts_are_those_of_the_machine_and_of_the_code(folder):
+def test_the_facts_are_those_of_the_machine_and_of_the_code(folder, monkeypatch):
     here = kept.kept_here(1, native=True)
+    here.put(QSGD_8, 2, [1.0])
+    assert kept.kept_here(1, native=True).get(QSGD_8, 2)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99")
+    assert kept.kept_here(1, native=True).get(QSGD_8, 2) is None
     assert here._facts["cores"] == os.cpu_count()
     assert here._facts["native"] is True
     assert len(here._facts["code"]) == 64
