@@ -83,6 +83,8 @@ class References:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of an optimizer, of these parameters or of others."""
+        if self._kept is None:
+            return
         ours = any(p in self.names for group in optimizer.param_groups for p in group["params"])
         if ours and not is_skipped(optimizer):
             self.applied()
