@@ -17,6 +17,7 @@ from grace.torch.describe import describe
 from grace.torch.exchange import Exchange
 from grace.torch.pending import PendingGradients
 from grace.torch.references import References
+from grace.torch.tensors import parameters_of
 
 WHERE = "grace.torch.register"
 # The exchanges of registered models, not their parameters: PyTorch moves and converts no sharded parameter to which
@@ -110,11 +111,17 @@ class ReplicatedExchange(ModelExchange):
         self._kinds = {p: (p.dtype, p.device) for p in self.trained}
         self._pending = PendingGradients(self, self.trained)
 
-    def _watch(self, expected: Callable[[], bool], no_sync: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _watch(
+        self,
+        model: torch.nn.Module,
+        expected: Callable[[], bool],
+        no_sync: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         """Watch the gradients and the optimizers of the model.
 
         `expected()` tells whether a gradient now belongs to an exchange, and none does in `no_sync()`.
         """
+        self._model = weakref.ref(model)
 
         @contextmanager
         def aside() -> Iterator[None]:
@@ -131,7 +138,20 @@ class ReplicatedExchange(ModelExchange):
         self._note_steps()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step of any optimizer, which may have applied gradients."""
+        """Take note of a step of any optimizer, which may have applied gradients.
+
+        Raises StepError in its first one if some of them were not exchanged, because the model has other parameters.
+        """
+        if optimizer not in self._seen and (model := self._model()) is not None:
+            applied = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+            unknown = applied.difference(self._parameters.values())
+            added = [name for name, p in parameters_of(model).items() if p in unknown]
+            if added:
+                raise StepError(
+                    f"parameter '{added[0]}' is not the one of the model that was registered, so its gradient was not "
+                    "exchanged and the ranks train apart. Add layers, or load by load_state_dict(assign=True), which "
+                    "replaces parameters, before you wrap the model in DistributedDataParallel and register it."
+                )
         super().stepped(optimizer)
         self._pending.note_step(optimizer)
 

@@ -113,7 +113,9 @@ class DDPExchange(ReplicatedExchange):
             p.register_hook(unserializable_hook(weak_hook(self._check_unchanged)))  # type: ignore[no-untyped-call]
         alive = weakref.ref(model)
         # False after a forward pass in no_sync(), whose gradients stay on this rank.
-        self._watch(lambda: bool(getattr(alive(), "require_forward_param_sync", False)), lambda: alive().no_sync())
+        self._watch(
+            model, lambda: bool(getattr(alive(), "require_forward_param_sync", False)), lambda: alive().no_sync()
+        )
         # DDP would refuse the annotations of a method, because they are strings.
         model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.

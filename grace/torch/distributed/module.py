@@ -66,7 +66,7 @@ class ModuleExchange(ReplicatedExchange):
             x, received = tensors[name].detach(), handle.wait()
             if self.rank:
                 x.copy_(received.view(x.dtype).view(x.shape))
-        self._watch(lambda: self._syncs, self.no_sync)
+        self._watch(model, lambda: self._syncs, self.no_sync)
         for p in self.trained:
             p.register_post_accumulate_grad_hook(weak_hook(self._take))
         _exchanges.update(dict.fromkeys(model.modules(), self))

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import grace.torch  # noqa: E402
-from grace.core.errors import StateError, WaitError  # noqa: E402
+from grace.core.errors import StateError, StepError, WaitError  # noqa: E402
 from grace.torch.distributed import module  # noqa: E402
 from grace.torch.distributed.transport import ProcessGroupTransport  # noqa: E402
 
@@ -104,3 +104,24 @@ def test_a_checkpoint_that_is_refused_leaves_the_weights_of_second_gradients():
     assert optimizer.grace.earlier[name] is before
     optimizer.load_state_dict(saved)
     assert not torch.equal(optimizer.grace.earlier[name], before)
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_an_optimizer_of_other_parameters_than_those_registered_is_an_error(ddp):
+    """Those of another model are none of ours."""
+    plain = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 5))
+    model = torch.nn.parallel.DistributedDataParallel(plain) if ddp else plain
+    grace.torch.register(model, compressor="topk")
+
+    def step():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, 30)).sum().backward()
+        optimizer.step()
+
+    step()
+    other = torch.nn.Linear(30, 20)
+    other(torch.randn(4, 30)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    plain.load_state_dict({name: x.clone() for name, x in plain.state_dict().items()}, assign=True)
+    with pytest.raises(StepError, match=r"parameter '0.weight' is not the one of the model that was registered"):
+        step()
