@@ -152,7 +152,8 @@ def _deciding(train: Any, model: Callable[[], Any], exchange: Exchange, keras_ma
             own = trained.train_function
             keras_make(trained, True)
             train, trained.train_function = trained.train_function, own
-        exchange.in_batch = True
+        # A train_step that is a tf.function would keep its graph.
+        exchange.in_batch = not isinstance(model().train_step, tf.types.experimental.PolymorphicFunction)
         try:
             return train(*given)
         finally:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from grace.core.errors import GraceError
 from grace.tensorflow import DistributedGradientTape, Exchange
 from tests.adapters.tensorflow.model import digest, wrap
-from tests.adapters.tensorflow.usage_model import BATCH, by_hand, fit, gradients, samples
+from tests.adapters.tensorflow.usage_model import BATCH, by_hand, error_of, fit, gradients, samples
 from tests.support.auto import preferring
 from tests.support.cases import EVERYTHING
 
@@ -46,7 +46,8 @@ class Changing(keras.callbacks.Callback):
 
 def tf_auto() -> dict[str, Any]:
     """Train by fit, by an optimizer without graphs and by tapes; with "auto", and with the same change by hand."""
-    return {"fit": _by_fit(), "hand": _in_a_loop(), "tape": _by_tapes(), "refused": _in_a_graph()}
+    refused = [_in_a_graph(), _in_a_step_of_its_own()]
+    return {"fit": _by_fit(), "hand": _in_a_loop(), "tape": _by_tapes(), "refused": refused}
 
 
 def _result(models: list[keras.Model], stats: dict[str, Any]) -> dict[str, Any]:
@@ -116,3 +117,18 @@ def _in_a_graph() -> str:
     except GraceError as error:
         return str(error)
     return ""
+
+
+class Traced(keras.Sequential):
+    """A model whose step is a graph of its own, which stays when Keras traces its function again."""
+
+    @tf.function(autograph=False)
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def _in_a_step_of_its_own() -> str:
+    """Return the error of a model that decorates its step."""
+    model = Traced(net().layers)
+    model.compile(wrap(AUTO), "mse")
+    return error_of(lambda: fit(model, 1))
