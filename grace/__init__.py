@@ -14,17 +14,10 @@ from grace import errors as errors
 from grace.core.config.config import Config, Method, Rule, make_config
 from grace.core.config.outer import OuterSteps
 from grace.core.config.registry import communicators, compressors, memories, outer_optimizers
-from grace.core.methods.capabilities import (
-    Learning,
-    Merging,
-    Negotiating,
-    Selecting,
-    Stateful,
-    Tuning,
-)
+from grace.core.methods.capabilities import Learning, Negotiating, Selecting, Stateful, Tuning
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, Sparsifier, fixed_size
-from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.memory import Compensated, Memory, Merging
 from grace.core.methods.outer import OuterOptimizer
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops import get_ops, register_backend

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grace
 from grace.core.config.config import Config
 from grace.machine import installed, processor
 
@@ -120,7 +119,7 @@ def _code() -> str:
     """Return the digest of the code that is measured: the methods, their steps, the measurement, and the kernels."""
     from grace.core.ops.native import module
 
-    root = Path(grace.__file__).parent
+    root = Path(__file__).parent.parent
     files = sorted([*root.glob("core/**/*.py"), *root.glob("advice/cost.py")])
     if module is not None:
         files.append(Path(module.__file__))

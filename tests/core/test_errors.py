@@ -21,7 +21,7 @@ from grace.core.errors import (
     StepError,
     nearest,
 )
-from grace.core.methods.capabilities import Merging
+from grace.core.methods.memory import Merging
 from grace.core.spec import TensorSpec
 from grace.testing.harness import FRAMEWORKS, array, draw, host, same
 from tests.mutants import methods

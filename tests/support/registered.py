@@ -13,9 +13,8 @@ import pytest
 from grace.core.config.config import Method
 from grace.core.config.registry import Registry, communicators, compressors, memories
 from grace.core.errors import IncompatibleError
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor, usual_communicator
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, Merging
 from grace.core.ops import get_ops
 from grace.core.ops.composites import ArrayOps
 from grace.testing.harness import FRAMEWORKS

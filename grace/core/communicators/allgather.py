@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 from grace.core.codecs.middle import middle
 from grace.core.config.registry import communicators
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.methods.capabilities import Merging, Selecting
+from grace.core.methods.capabilities import Selecting
 from grace.core.methods.communicator import Communicator, Result, Route
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Memory, wide_norm
+from grace.core.methods.memory import Memory, Merging, wide_norm
 from grace.core.methods.site import Site
 from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Array, Payload, Ranks

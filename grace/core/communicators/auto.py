@@ -14,9 +14,9 @@ from grace.core.communicators.sparse_allreduce import SparseAllreduce
 from grace.core.communicators.two_shot import TwoShot
 from grace.core.config.config import Method
 from grace.core.config.registry import communicators
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator
 from grace.core.methods.compressor import Compressor, usual_communicator
+from grace.core.methods.memory import Merging
 from grace.core.methods.site import Site
 from grace.core.ops import get_ops
 from grace.core.plan.unit import Assignment, whole

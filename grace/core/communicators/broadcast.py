@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.core.config.registry import communicators
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor, fixed_size
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, Merging
 from grace.core.plan.unit import Unit, layout_of
 from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep

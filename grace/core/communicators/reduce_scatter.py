@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core.communicators.two_shot import keeps_state
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, Merging
 from grace.core.plan.unit import Unit, scatter
 from grace.core.spec import Ranks
 from grace.core.step.bucket_step import BucketStep

@@ -10,9 +10,8 @@ from grace.core.codecs.middle import middle
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError, IncompatibleError
 from grace.core.memories.diana import check_mean
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory
+from grace.core.methods.memory import Compensated, Memory, Merging
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec

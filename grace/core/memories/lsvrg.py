@@ -9,9 +9,8 @@ from typing import Literal
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
 from grace.core.memories.marina import changed, check_period
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Compensated, Memory, Need, keeps_nothing, needs_of
+from grace.core.methods.memory import Compensated, Memory, Merging, Need, keeps_nothing, needs_of
 from grace.core.methods.site import Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Payload, State, TensorSpec

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, Field, Payload, State, TensorSpec
-
-if TYPE_CHECKING:
-    from grace.core.methods.compressor import Compressor
-    from grace.core.methods.memory import Memory
 
 
 class Negotiating(ABC):
@@ -87,18 +82,6 @@ class Tuning(Stateful):
     def volume(self, state: State) -> float | None:
         """Return what all tensors of equal compressors have sent, over what their options ask; None if unknown."""
         return None
-
-
-class Merging(ABC):
-    """Capability of a memory to merge the payloads of all ranks itself, in place of their mean."""
-
-    @abstractmethod
-    def for_ranks(self, size: int) -> Memory:
-        """Return the memory for a number of ranks; raises IncompatibleError if it cannot serve so many."""
-
-    @abstractmethod
-    def merge(self, payloads: Sequence[Payload], compressor: Compressor, state: State, at: Site) -> tuple[Array, State]:
-        """Return the gradient for the optimizer, made of the payloads of all ranks, and the new state."""
 
 
 def proposed_fields(compressor: object, spec: TensorSpec) -> tuple[Field, ...]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from grace.core.errors import ConfigError
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import Memory
+from grace.core.methods.memory import Memory, Merging
 from grace.core.methods.site import Site
 from grace.core.spec import Array, Payload, Ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeAlias
@@ -144,6 +144,18 @@ class Memory(ABC):
         The state keeps copies: the merged gradient may lie where the optimizer will change it.
         """
         return merged, state
+
+
+class Merging(ABC):
+    """Capability of a memory to merge the payloads of all ranks itself, in place of their mean."""
+
+    @abstractmethod
+    def for_ranks(self, size: int) -> Memory:
+        """Return the memory for a number of ranks; raises IncompatibleError if it cannot serve so many."""
+
+    @abstractmethod
+    def merge(self, payloads: Sequence[Payload], compressor: Compressor, state: State, at: Site) -> tuple[Array, State]:
+        """Return the gradient for the optimizer, made of the payloads of all ranks, and the new state."""
 
 
 def needs_of(needs: Mapping[Need, object]) -> tuple[Need, ...]:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from grace.core.config.config import Config, Method, dense_method
 from grace.core.config.registry import communicators, compressors, memories
 from grace.core.errors import ConfigError, IncompatibleError
-from grace.core.methods.capabilities import Merging
 from grace.core.methods.communicator import Communicator, Route
 from grace.core.methods.compressor import Compressor
-from grace.core.methods.memory import holds_residual
+from grace.core.methods.memory import Merging, holds_residual
 from grace.core.observe.table import align
 from grace.core.plan.unit import Assignment, Piece, Unit, cut, fuse, offsets, whole
 from grace.core.spec import ONE_RANK, Ranks, TensorSpec

@@ -223,6 +223,10 @@ class Unit(Assignment):
         """True if the payload lists the elements that it carries, in ascending order, and nothing else."""
         return sparsifies(self.compressor) and any(f.below == self.spec.numel for f in self.fields)
 
+    def without_memory(self) -> Unit:
+        """Return the same unit without a memory."""
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, memory=dense_method().memory))
+
     @property
     def chain(self) -> Iterator[Unit]:
         """The units with which the mean of this one is sent on, one after another."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from grace.core.config.registry import memories
 from grace.core.errors import PayloadError
-from grace.core.methods.capabilities import Merging, Negotiating, Tuning
-from grace.core.methods.memory import keeps_nothing, wide_norm
+from grace.core.methods.capabilities import Negotiating, Tuning
+from grace.core.methods.memory import Merging, keeps_nothing, wide_norm
 from grace.core.methods.site import Proposal, Site
 from grace.core.ops.composites import ArrayOps
 from grace.core.plan.unit import Unit
@@ -467,8 +465,7 @@ class UnitStep:
 
     def step_of_mean(self) -> UnitStep:
         """Return a step that sends the mean of the same unit back, without a memory and with other random numbers."""
-        unit, site = self.unit, self.site
-        unit = dataclasses.replace(unit, method=dataclasses.replace(unit.method, memory=memories.make("none")))
+        unit, site = self.unit.without_memory(), self.site
         states = {"memory": NO_STATE, "compressor": self.states["compressor"]}
         back = UnitStep(unit, states, site.ops, seed=0, step=site.key.step, rank=0, size=1)
         back.site = back.site._replace(key=Key(Key.derive(site.key.seed, "mean"), site.key.step))
