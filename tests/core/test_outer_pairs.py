@@ -58,7 +58,7 @@ def recursion(training, steps, fragments, delay, seed):
     ids=str,
 )
 def test_ranks_that_meet_in_pairs_follow_noloco(framework, ranks, fragments, delay):
-    """With a checkpoint in the middle of a period, of a flight if there is one; each rank loads its own."""
+    """With a checkpoint in the middle of a period, of a pending exchange if there is one; each rank loads its own."""
     pytest.importorskip(framework)
     outer = {**NOLOCO, "fragments": fragments, "delay": delay}
     training, resumed = (Training(outer, NONE, ranks, framework, seed=5) for _ in "ab")

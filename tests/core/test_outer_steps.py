@@ -532,7 +532,7 @@ def test_moments_that_meet_converge_where_those_that_stay_local_oscillate():
 @every_framework
 @pytest.mark.parametrize("at", [0, 8, 11])
 def test_what_accompanies_the_weights_meets_with_the_last_fragment(at, framework):
-    """In a period of 6 steps with two fragments, it is sent after the sixth step, and lands two steps later."""
+    """In a period of 6 steps with two fragments, it is sent after the sixth step, and is applied two steps later."""
     shapes = {"a": (24, 10), "b": (130,)}
     beside = {"often": 1, "rarely": 2}
     outer = {"every": 6, "fragments": 2, "delay": 2, "warmup": 2}
@@ -560,7 +560,7 @@ def test_what_accompanies_the_weights_meets_with_the_last_fragment(at, framework
     saved = copy.deepcopy(sim.state_dict())
     steps(sim, now, 16 - at, at)
     equal = {name: [step + 1 for step, (a, b) in enumerate(history) if a[name] == b[name]] for name in beside}
-    # Meetings 1 and 2 are the warm-up, and 3 and 4 land two steps after steps 8 and 14.
+    # Meetings 1 and 2 are the warm-up, and 3 and 4 are applied two steps after steps 8 and 14.
     assert equal == {"often": [1, 2, 10, 16], "rarely": [2, 16]}
     other, expected = start(), history[at:]
     other.begin(first)
@@ -865,7 +865,7 @@ STOPS |= {f"dense {at}": (DENSE, at) for at in (5, 6, 7, 12)}
 
 @each(framework=FRAMEWORKS, stop=STOPS)
 def test_a_run_goes_on_from_anywhere_in_two_periods(framework, stop):
-    """In the middle of a period, of a flight, of the cycle of the fragments and of that of uncompressed meetings."""
+    """In mid-period, with a pending exchange, and in the cycles of fragments and of uncompressed meetings."""
     outer, at = stop
     first, second = (Training(outer, TOPK, framework=framework) for _ in "ab")
     first.step(at)
@@ -896,7 +896,7 @@ def test_other_ranks_go_on_in_the_cycle_of_uncompressed_meetings(at):
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1), (1, 3)])
 def test_other_ranks_go_on_with_what_was_held_back_and_was_on_its_way(before, after):
     """From any inner step of two periods."""
-    first, flights = Training(STREAMING, TOPK, ranks=before), 0
+    first, exchanges = Training(STREAMING, TOPK, ranks=before), 0
     for at in range(1, 13):
         first.step()
         second = Training(STREAMING, TOPK, ranks=after)
@@ -906,10 +906,10 @@ def test_other_ranks_go_on_with_what_was_held_back_and_was_on_its_way(before, af
         assert {(s.steps, s.met, s.rounds) for s in new} == {(at, old[0].met, old[0].rounds)}
         for state in new:
             assert all((x == old[0].anchors[name]).all() for name, x in state.anchors.items())
-        flying = [] if old[0].flight is None else list(old[0].flight.changes)
-        flights += bool(flying)
-        for name in flying:
-            means = [sum(s.flight.changes[name] for s in states) / len(states) for states in (old, new)]
+        pending = [] if old[0].pending is None else list(old[0].pending.changes)
+        exchanges += bool(pending)
+        for name in pending:
+            means = [sum(s.pending.changes[name] for s in states) / len(states) for states in (old, new)]
             np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-6)
         held = [held_back(t) for t in (first, second)]
         means = [{n: sum(own[n] for own in of_all) / len(of_all) for n in SHAPES} for of_all in held]
@@ -918,7 +918,7 @@ def test_other_ranks_go_on_with_what_was_held_back_and_was_on_its_way(before, af
         second.weights, second.steps = [first.weights[0]] * after, at
         second.step(8)
         assert np.isfinite(second.values()["a"]).all()
-    assert flights > 4
+    assert exchanges > 4
 
 
 def test_a_checkpoint_of_another_kind_is_refused():
@@ -969,7 +969,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was():
     training, twin = (Training(STREAMING, TOPK) for _ in "ab")
     for t in (training, twin):
         t.step(4)
-    assert "a" in training.sim.outers[0].state.flight.changes
+    assert "a" in training.sim.outers[0].state.pending.changes
     wrong = [dict(weights) for weights in training.weights]
     wrong[1]["a"] = np.zeros((3, 3), np.float32)
     with pytest.raises(StepError, match=r"expected weights of float32 and shape \(24, 10\) for tensor 'a'"):
@@ -1010,7 +1010,7 @@ def test_each_third_meeting_is_uncompressed_and_brings_what_is_held_back(fragmen
     assert max(sent) > 3 * min(sent)
 
 
-@pytest.mark.parametrize("moment", ["send", "land"])
+@pytest.mark.parametrize("moment", ["send", "finish"])
 def test_a_rank_may_be_lost_at_any_step_of_two_periods(moment, monkeypatch):
     """The step is repeated if the rank lives on, and otherwise all go on from the last checkpoint: the same bits."""
     twin = Training(STREAMING, TOPK, ranks=3)

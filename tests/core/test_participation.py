@@ -167,9 +167,9 @@ def test_what_is_held_back_and_what_was_sent_is_what_those_inside_have_moved(fra
             drawn.append(tuple(inside))
             for name in SHAPES:
                 moved[name] += sum(common[name] - own[rank][name].astype(np.float64) for rank in inside) / len(inside)
-        landed = step <= warmup or (step > warmup + delay and (step - delay) % 2 == 0)
-        assert (training.equal_tensors() == set(SHAPES)) == landed
-        if landed:
+        applied = step <= warmup or (step > warmup + delay and (step - delay) % 2 == 0)
+        assert (training.equal_tensors() == set(SHAPES)) == applied
+        if applied:
             common, held = training.values(), behind(training)
             for name, x in common.items():
                 np.testing.assert_allclose(training.start[name] - x, moved[name] - held[name], rtol=0, atol=2e-5)
@@ -229,7 +229,7 @@ def residuals_of(training):
 
 @pytest.mark.parametrize("after", [2, 3, 5])
 def test_other_ranks_go_on_with_what_those_inside_have_contributed(after):
-    """A flight of 4 ranks, of which 2 have contributed, lands on another number: with the same mean."""
+    """A pending exchange of 4 ranks, of which 2 have contributed, is applied on another number: with the same mean."""
     outer = {"every": 3, "delay": 2, "participation": 0.5}
     training, other = Training(outer, NONE, 4), Training(outer, NONE, after)
     training.step(4)
@@ -239,7 +239,7 @@ def test_other_ranks_go_on_with_what_those_inside_have_contributed(after):
     assert not again.sim.load_state_dict(states)
     for each in (other, again):
         each.weights, each.steps = [dict(training.weights[0]) for _ in range(after)], 4
-    # The flight of other ranks is saved and loaded, too.
+    # The pending exchange of other ranks is saved and loaded, too.
     assert again.sim.load_state_dict(copy.deepcopy(other.sim.state_dict()))
     for each in (training, other, again):
         each.step()

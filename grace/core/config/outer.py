@@ -289,7 +289,7 @@ class OuterSteps:
             found = found | (now if end is None else now & (step <= end))
         return found
 
-    def lands(self, step: Any, fragment: int = 0) -> Any:
+    def applies(self, step: Any, fragment: int = 0) -> Any:
         """Return whether a fragment's changes are applied after inner step `step`, without `adapt`; as `meets`."""
         sent = step - self.delay
         return (step <= self.warmup) | ((sent > self.warmup) & self.meets(sent, fragment))

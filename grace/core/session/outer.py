@@ -46,12 +46,12 @@ Memories: TypeAlias = Mapping[str, Memory]
 NO_RATES: Mapping[str, float] = {}
 
 
-class Flight(NamedTuple):
-    """Changes on their way: the inner step after which they were sent, and d by tensor; resting ones have none.
+class PendingSync(NamedTuple):
+    """Exchange whose result is not applied yet: the inner step after which d was sent, and d by tensor, if not frozen.
 
-    Who takes part follows from the number of the meeting, which is that of the next one to land. With `settled`, other
-    ranks have drawn it: all take part, with what the ranks of before have contributed. Where relevance decides,
-    `takes_part` says whether this rank does; such a flight lands in the same step.
+    Who takes part follows from the number of the meeting, which is that of the next one to be applied. `settled` says
+    that the ranks of an earlier run have drawn it: now all take part, with what those had contributed. Where relevance
+    decides, `takes_part` says whether this rank does; such an exchange is applied in the same step.
     """
 
     sent: int
@@ -85,7 +85,7 @@ class OuterState(NamedTuple):
     rounds: int
     anchors: Mapping[str, Array]
     kept: Mapping[str, State]
-    flight: Flight | None = None
+    pending: PendingSync | None = None
     losses: Losses = Losses()
     variates: Mapping[str, Array] = NO_STATE
     rates: Mapping[str, float] = NO_RATES
@@ -93,12 +93,12 @@ class OuterState(NamedTuple):
     last: Mapping[str, Array] = NO_STATE
 
 
-class Landing(NamedTuple):
+class OuterOutcome(NamedTuple):
     """Result of a meeting, before it is committed: flat weights by tensor, the new state, the outcomes by module."""
 
     weights: dict[str, Array]
     state: OuterState
-    outcomes: Mapping[str, Outcome]
+    by_module: Mapping[str, Outcome]
 
 
 class OuterRun:
@@ -120,10 +120,10 @@ class OuterRun:
         self._drawn = 0
         run.keeps_own = outer.follows_sent
         self._state: OuterState | None = None
-        # True if the exchange of the flight has started in this process: not right after a checkpoint was loaded.
+        # True if the pending exchange has started in this process: not right after a checkpoint was loaded.
         self._started = False
-        # If each rank decides itself whether it takes part in the flight: the collective by which all learn of it, and
-        # then the share of those that do.
+        # If each rank decides itself whether it takes part in the pending exchange: the collective by which all learn
+        # of it, and then the share of those that do.
         self._asked: Handle | None = None
         self._share = 1.0
         #: What `stats` tells.
@@ -164,7 +164,7 @@ class OuterRun:
         self.restore(OuterState(0, 0, 0, anchors, kept, variates=self._no_variates(), server=server))
 
     def restore(self, state: OuterState | None) -> None:
-        """Go on with an earlier state of this object, or of a checkpoint; a flight in it is sent again."""
+        """Go on with an earlier state of this object, or of a checkpoint; a pending exchange is started again."""
         self._state, self._started, self._asked = state, False, None
 
     def before(self, weights: Mapping[str, Array]) -> None:
@@ -196,7 +196,7 @@ class OuterRun:
         state = self.state
         step = state.steps + 1
         self.poll()
-        flight = state.flight
+        pending = state.pending
         if self._meetings(step):
             changes = {
                 name: self._sent_of(name, weights, self._memory(module, name), rates.get(name, 0.0))
@@ -207,8 +207,8 @@ class OuterRun:
             if self.outer.clip:
                 changes |= self._private({name: x for name, x in changes.items() if name in state.anchors})
             takes_part = self._takes_part(step, changes)
-            flight, self._started = Flight(step, changes | self._loss(), takes_part=takes_part), False
-        self._state = state._replace(steps=step, flight=flight, rates=rates)
+            pending, self._started = PendingSync(step, changes | self._loss(), takes_part=takes_part), False
+        self._state = state._replace(steps=step, pending=pending, rates=rates)
         self.poll()
         self.record.stepped()
 
@@ -295,18 +295,18 @@ class OuterRun:
 
     def _varied_in_part(
         self,
-        flight: Flight,
+        pending: PendingSync,
         sent: Mapping[str, Array],
         merged: Mapping[str, Array],
         memories: Memories,
     ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
         """Return the mean changes, and new control variates and means of them, if a part of the ranks contributes."""
         state, transport = self.state, self._run.transport
-        factors = self._factors(flight.sent, state.rounds)
-        inside, warming = factors[transport.rank] > 0, flight.sent <= self.outer.warmup
+        factors = self._factors(pending.sent, state.rounds)
+        inside, warming = factors[transport.rank] > 0, pending.sent <= self.outer.warmup
         share = sum(factor > 0 for factor in factors) / transport.size
         changes, variates, server = dict(merged), dict(state.variates), dict(state.server)
-        for name in state.variates.keys() & flight.changes.keys():
+        for name in state.variates.keys() & pending.changes.keys():
             ops, spec, memory, rate = self._ops(name), self._specs[name], memories[name], state.rates[name]
             shifts, varies = memory.pace > 0, rate > 0 and not warming
             before, factor = server[name], self._factor_of(memory, factors[transport.rank])
@@ -318,7 +318,7 @@ class OuterRun:
             if varies:
                 own = sent[name]
                 if not (shifts or keeps_nothing(memory)):
-                    own = self._weighed(name, flight.changes[name], factor)
+                    own = self._weighed(name, pending.changes[name], factor)
                 scale, h = 1 / ((factor or 1.0) * rate), variates[name]
                 variates[name] = varied_in_part(
                     ops, spec, h, own, (before, after), shifts=shifts, inside=inside, factor=scale
@@ -355,7 +355,7 @@ class OuterRun:
         return {LOSS: ops.zeros(1, "float32") + ops.cast(losses.total / losses.number, "float32")}
 
     def _meetings(self, step: int) -> Sequence[int]:
-        """Return the fragments that meet after an inner step: the next one, this one, or that of the flight."""
+        """Return the fragments that meet after an inner step: the next, this one, or that of the pending exchange."""
         if not self.outer.adapt:
             return self.outer.meetings(step)
         state = self.state
@@ -370,43 +370,43 @@ class OuterRun:
     @property
     def is_due(self) -> bool:
         """True if tensors meet now, after the inner step that was sent."""
-        state = self.state
-        return state.flight is not None and state.steps >= state.flight.sent + self.outer.delay_after(state.flight.sent)
+        steps, pending = self.state.steps, self.state.pending
+        return pending is not None and steps >= pending.sent + self.outer.delay_after(pending.sent)
 
     def receive(self, weights: Mapping[str, Array]) -> dict[str, Array]:
         """Complete the meeting that is due, if any, and return the flat weights of the tensors that have met.
 
         Waits for the other ranks.
         """
-        landing = self.land(weights)
-        return {} if landing is None else self.commit(landing)
+        outcome = self.finish(weights)
+        return {} if outcome is None else self.commit(outcome)
 
-    def land(self, weights: Mapping[str, Array]) -> Landing | None:
+    def finish(self, weights: Mapping[str, Array]) -> OuterOutcome | None:
         """Complete the meeting that is due, if any, without making it count; `commit` does."""
         state = self.state
-        flight = state.flight
-        if flight is None or not self.is_due:
+        pending = state.pending
+        if pending is None or not self.is_due:
             return None
         self.poll()
         if self._asked is not None:
             self.poll()
-        modules = self._modules(flight.sent)
+        modules = self._modules(pending.sent)
         memories = {name: self._memory(module, name) for module in modules for name in self._members[module]}
         outcomes = {module: self._run.current_of(module).finish() for module in modules}
         merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
         sent = {name: x for outcome in outcomes.values() for name, x in outcome.own.items()}
-        merged, moved = self._of_senders(flight, merged), flight.changes
+        merged, moved = self._of_senders(pending, merged), pending.changes
         if self.outer.pairs:
             merged, moved = ({**x, **self._apart(x)} for x in (merged, moved))
         variates, server = state.variates, state.server
         if server:
-            merged, variates, server = self._varied_in_part(flight, sent, merged, memories)
-        elif variates and flight.sent > self.outer.warmup:
-            variates = {**variates, **self._varied(flight.changes, sent, merged, memories)}
+            merged, variates, server = self._varied_in_part(pending, sent, merged, memories)
+        elif variates and pending.sent > self.outer.warmup:
+            variates = {**variates, **self._varied(pending.changes, sent, merged, memories)}
         if self._run.track_norms:
             self._note_spread(moved, merged)
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
-        for name in flight.changes:
+        for name in pending.changes:
             if name not in merged:
                 continue
             change = self._ops(name).reshape(merged[name], (-1,))
@@ -414,21 +414,21 @@ class OuterRun:
                 written[name] = change
                 continue
             ops, spec, own = self._ops(name), self._specs[name], self._flat(name, weights)
-            warming = flight.sent <= self.outer.warmup
+            warming = pending.sent <= self.outer.warmup
             anchors[name], own, kept[name] = meet(
                 self.outer, ops, spec, anchors[name], change, own, kept[name], warming=warming
             )
             if self.outer.local_error:
-                own = anchors[name] - (flight.changes[name] - self._ops(name).reshape(sent[name], (-1,)))
+                own = anchors[name] - (pending.changes[name] - self._ops(name).reshape(sent[name], (-1,)))
             written[name] = own
         losses = state.losses._replace(total=0.0, number=0)
         if LOSS in written:
             loss = float(self._ops(LOSS).sum(written.pop(LOSS)))
             losses = Losses(first=losses.first or loss, last=loss)
-        rates = {name: 0.0 if name in flight.changes else rate for name, rate in state.rates.items()}
+        rates = {name: 0.0 if name in pending.changes else rate for name, rate in state.rates.items()}
         last = NO_STATE
         if self.outer.relevance:
-            met = [name for name in anchors if name in flight.changes]
+            met = [name for name in anchors if name in pending.changes]
             last = {n: self._ops(n).copy(self._ops(n).reshape(merged[n], (-1,))) for n in met}
         new = OuterState(
             steps=state.steps,
@@ -442,29 +442,29 @@ class OuterRun:
             server=server,
             last=last,
         )
-        return Landing(written, new, outcomes)
+        return OuterOutcome(written, new, outcomes)
 
-    def _of_senders(self, flight: Flight, merged: dict[str, Array]) -> dict[str, Array]:
+    def _of_senders(self, pending: PendingSync, merged: dict[str, Array]) -> dict[str, Array]:
         """Return means over the ranks that have contributed, from those over all ranks; zeros if there are none."""
-        if flight.takes_part is None or self._share in (0.0, 1.0):
+        if pending.takes_part is None or self._share in (0.0, 1.0):
             return merged
         return {name: x * self._ops(name).cast(1 / self._share, self._specs[name].dtype) for name, x in merged.items()}
 
-    def commit(self, landing: Landing) -> dict[str, Array]:
+    def commit(self, outcome: OuterOutcome) -> dict[str, Array]:
         """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
         sent, on_links, size = 0.0, 0.0, self._run.transport.size
-        for module, outcome in landing.outcomes.items():
-            self._run.commit(outcome, module)
-            sent += sum(x for (kind, _), x in outcome.notes.items() if kind == "bucket")
-            on_links += sum(x * float(copies(kind, size)) for (kind, _), x in outcome.notes.items() if kind in KINDS)
-        losses, flight = self.state.losses, self.state.flight
-        if flight is not None and flight.takes_part is not None:
+        for module, part in outcome.by_module.items():
+            self._run.commit(part, module)
+            sent += sum(x for (kind, _), x in part.notes.items() if kind == "bucket")
+            on_links += sum(x * float(copies(kind, size)) for (kind, _), x in part.notes.items() if kind in KINDS)
+        losses, pending = self.state.losses, self.state.pending
+        if pending is not None and pending.takes_part is not None:
             sent += 4 * size
             on_links += 4 * size * float(copies("allreduce", size))
         self.record.loss = losses.total / losses.number if losses.number else None
-        self.restore(landing.state)
+        self.restore(outcome.state)
         self.record.met(self.state.steps, sent, on_links)
-        return landing.weights
+        return outcome.weights
 
     def shaped(self, flat: Mapping[str, Array]) -> dict[str, Array]:
         """Return new arrays of flat weights in their shapes, which the caller may change."""
@@ -478,7 +478,7 @@ class OuterRun:
         state = self.state
         losses = state.losses._replace(total=0.0, number=0)
         # Rates count what weights have moved since, and all weights return.
-        self.restore(state._replace(steps=state.met, flight=None, losses=losses, rates=NO_RATES))
+        self.restore(state._replace(steps=state.met, pending=None, losses=losses, rates=NO_RATES))
         return dict(state.anchors)
 
     def ranks_changed(self) -> None:
@@ -493,8 +493,8 @@ class OuterRun:
 
         It is sent again after the next inner step, with the same result unless the states have changed.
         """
-        if self._started and self.state.flight is not None:
-            for module in self._modules(self.state.flight.sent):
+        if self._started and self.state.pending is not None:
+            for module in self._modules(self.state.pending.sent):
                 self._run.current_of(module).finish()
             self._run.discard()
         self._started = False
@@ -530,21 +530,21 @@ class OuterRun:
         return outer.factors(step, rounds, self._run.transport.size, self._seed)
 
     def poll(self) -> None:
-        """Start the exchange of the flight, and go on with its rounds that have arrived.
+        """Start the pending exchange, and go on with its rounds that have arrived.
 
         Where each rank decides itself whether it takes part, all first tell each other; the next call waits for that.
         """
-        flight = self.state.flight
-        if flight is None:
+        pending = self.state.pending
+        if pending is None:
             return
         if self._started:
             self._run.poll()
             return
         transport = self._run.transport
-        if flight.takes_part is None:
-            factors = self._factors(flight.sent, self.state.rounds, settled=flight.settled)
+        if pending.takes_part is None:
+            factors = self._factors(pending.sent, self.state.rounds, settled=pending.settled)
         elif self._asked is None:
-            own = [float(flight.takes_part and rank == transport.rank) for rank in range(transport.size)]
+            own = [float(pending.takes_part and rank == transport.rank) for rank in range(transport.size)]
             told = self._ops(self._weights[0]).numbers(own, "float32")
             self._asked = transport.start(allreduce(told), "who contributes to a meeting")
             return
@@ -553,14 +553,14 @@ class OuterRun:
             self._asked, self._share = None, sum(factors) / len(factors)
         self._started = True
         absent = [] if all(factors) else [not factor for factor in factors]
-        for module in self._modules(flight.sent):
+        for module in self._modules(pending.sent):
             step, names = self._run.current_of(module), self._members[module]
             step.leave_out(absent, out=not factors[transport.rank])
             for name in names:
-                if name not in flight.changes:
+                if name not in pending.changes:
                     step.rest(name)
                     continue
-                x, factor = flight.changes[name], self._factor_of(self._memory(module, name), factors[transport.rank])
+                x, factor = pending.changes[name], self._factor_of(self._memory(module, name), factors[transport.rank])
                 step.ready(name, self._weighed(name, self._shaped(name, x), factor))
 
     def _note_spread(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> None:
@@ -571,7 +571,7 @@ class OuterRun:
         """Return what `Record.stats` describes."""
         state, every = self.state, self._period() if self.outer.adapt else 0
         # What is on its way is a meeting of its own.
-        factors = self._factors(state.steps + 1, state.rounds + (state.flight is not None))
+        factors = self._factors(state.steps + 1, state.rounds + (state.pending is not None))
         participates = factors[self._run.transport.rank] > 0
         return self.record.stats(state.steps, state.rounds, every=every, participates=participates)
 
@@ -653,9 +653,9 @@ class OuterRun:
         """Return what it keeps; with a change on its way, the change itself, which is then sent again."""
         state = self.state
         saved: dict[str, Any] = {key: getattr(state, key) for key in ("steps", "met", "rounds", "anchors", "kept")}
-        if state.flight is not None:
-            saved["flight"] = {"sent": state.flight.sent, "changes": dict(state.flight.changes)}
-            if state.flight.settled:
+        if state.pending is not None:
+            saved["flight"] = {"sent": state.pending.sent, "changes": dict(state.pending.changes)}
+            if state.pending.settled:
                 saved["flight"]["settled"] = True
         if self.outer.adapt == "loss":
             saved["losses"] = state.losses._asdict()
@@ -691,7 +691,7 @@ class OuterRun:
             what, first = f"outer optimizer of '{name}'", self._first_state(name, zero)
             _check_arrays(what, check_mapping(tables[name], what), first)
             kept[name] = convert_state(what, tables[name], first, convert, self._ops(name))
-        flight = None
+        pending = None
         if state.get("flight") is not None:
             given = check_mapping(state["flight"], "outer, flight")
             sent, changes = given.get("sent"), given.get("changes")
@@ -701,9 +701,9 @@ class OuterRun:
             meeting = [name for module in modules for name in self._members[module]]
             expected = {name: zeros[name] for name in meeting if name in sending}
             loaded = self._loaded("changes", sending, expected, convert)
-            flight = Flight(int(str(sent)), loaded, given.get("settled") is True)
+            pending = PendingSync(int(str(sent)), loaded, given.get("settled") is True)
         steps, met, rounds = (int(str(count)) for count in counts.values())
-        made = OuterState(steps, met, rounds, anchors, kept, flight)
+        made = OuterState(steps, met, rounds, anchors, kept, pending)
         if self.outer.adapt == "loss":
             losses = _numbers(state.get("losses"), "outer, losses", Losses._fields)
             made = made._replace(losses=Losses(**losses))
@@ -745,26 +745,26 @@ class OuterRun:
         each = [(self.loaded(states[rank], convert), weight) for rank, weight in parts]
         # Control variates add up to zero over the ranks of before only.
         first = each[0][0]._replace(variates=self._no_variates())
-        if first.flight is None:
+        if first.pending is None:
             return first
-        settled, drawn = first.flight.settled, dataclasses.replace(self.outer, weight=())
+        settled, drawn = first.pending.settled, dataclasses.replace(self.outer, weight=())
         if settled:
             drawn = dataclasses.replace(drawn, participation=1.0)
         # Weights are those of the ranks that there are now.
-        factors = drawn.factors(first.flight.sent, first.rounds, len(states), self._seed)
+        factors = drawn.factors(first.pending.sent, first.rounds, len(states), self._seed)
         each = [(state, weight * factors[rank]) for (state, weight), (rank, _) in zip(each, parts, strict=True)]
         changes = {}
-        for name, x in first.flight.changes.items():
+        for name, x in first.pending.changes.items():
             total = x * self._ops(name).cast(each[0][1], self._specs[name].dtype)
             for state, weight in each[1:]:
-                if state.flight is None or name not in state.flight.changes:
+                if state.pending is None or name not in state.pending.changes:
                     raise unreadable(
                         "outer, flight", "the same tensors of all ranks", f"none of '{name}' from one of them"
                     )
-                total = self._ops(name).weighted_sum(total, 1, state.flight.changes[name], weight)
+                total = self._ops(name).weighted_sum(total, 1, state.pending.changes[name], weight)
             changes[name] = total
         settled = settled or drawn.participation < 1
-        return first._replace(flight=first.flight._replace(changes=changes, settled=settled))
+        return first._replace(pending=first.pending._replace(changes=changes, settled=settled))
 
 
 def normal(ops: ArrayOps, n: int, dtype: str, seed: tuple[int, int]) -> Array:

@@ -124,7 +124,7 @@ class GraphOuter:
         counts = outer.adapt or drawn or any(n > 1 for _, n in states)
         self._counts = numbers(("met_at", "rounds"), "int64", counts)
         # The changes on their way.
-        self._flight = zeros("outer_sent", outer.delay)
+        self._pending = zeros("outer_sent", outer.delay)
         # The sum and the number of the losses of this rank since the last meeting, and the mean of all ranks in the
         # first and in the last period.
         names = ("total", "number", "first", "last")
@@ -237,10 +237,10 @@ class GraphOuter:
         whole = self._ops.choose(warming, lambda: self._norm(everything), lambda: zero) if self.outer.clip else None
         for fragment, members in enumerate(self.fragments):
             meeting = functools.partial(self._exchanged, fragment, taken, warming, whole, exchange)
-            lands = self._lands(taken, fragment)
-            self._if(lands, meeting)
-            met |= lands
-            if self._flight:
+            applies = self._applies(taken, fragment)
+            self._if(applies, meeting)
+            met |= applies
+            if self._pending:
                 sends = self.outer.meets(taken, fragment) & ~warming
                 self._if(sends, functools.partial(self._send, members, warming, whole))
         sent = [now - earlier for now, earlier in zip(exchange.traffic(), before, strict=True)]
@@ -260,11 +260,11 @@ class GraphOuter:
         rounds = meetings // outer.count if meetings <= warm else outer.warmup + meetings - warm
         every = self._period(int(self._met), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
         # What is on its way is a meeting of its own.
-        flying = not outer.adapt and any(s > outer.warmup and outer.meetings(s) for s in self._unlanded(steps))
-        factors = outer.factors(steps + 1, rounds + flying, exchange.size, exchange.seed)
+        pending = not outer.adapt and any(s > outer.warmup and outer.meetings(s) for s in self._unapplied(steps))
+        factors = outer.factors(steps + 1, rounds + pending, exchange.size, exchange.seed)
         return self.record.stats(steps, rounds, every=every, participates=factors[exchange.rank] > 0)
 
-    def _unlanded(self, steps: int) -> range:
+    def _unapplied(self, steps: int) -> range:
         """Return the inner steps after which something was sent that is not applied yet, if the ranks met then."""
         return range(steps - self.outer.delay + 1, steps + 1)
 
@@ -273,9 +273,9 @@ class GraphOuter:
     ) -> None:
         """Let a fragment meet, and what accompanies the weights with the last one."""
         outer, members, paces = self.outer, self.fragments[fragment], None
-        if self._flight:
+        if self._pending:
             self._if(warming, functools.partial(self._send, members, warming, whole))
-            moved = [self._flight[i].read_value() for i in members]
+            moved = [self._pending[i].read_value() for i in members]
         else:
             moved = self._changes(members, warming, whole)
         if self.variates:
@@ -367,7 +367,7 @@ class GraphOuter:
 
     def _send(self, members: Sequence[int], warming: Array, whole: Array | None) -> None:
         for i, change in zip(members, self._changes(members, warming, whole), strict=True):
-            self._flight[i].assign(change)
+            self._pending[i].assign(change)
 
     def _with_variates(self, moved: Sequence[Array], fragment: int, paces: Array) -> list[Array]:
         """Return what this rank sends: where a memory has a pace, what gradients alone would have moved."""
@@ -473,10 +473,10 @@ class GraphOuter:
 
     # --- when -------------------------------------------------------------------------------------------------------
 
-    def _lands(self, taken: Array, fragment: int) -> Array:
+    def _applies(self, taken: Array, fragment: int) -> Array:
         """Return whether what a fragment has sent is applied after this inner step."""
         if not self.outer.adapt:
-            return self.outer.lands(taken, fragment)
+            return self.outer.applies(taken, fragment)
 
         met = self._met
         return taken >= met + self._ops.computed(self._period, met, self._rounds, *self._mean_losses, dtype="int64")

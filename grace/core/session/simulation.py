@@ -300,14 +300,14 @@ class Simulation(Exchange):
             for outer in self.outers:
                 outer.poll()
             poll_all(self.runs)
-            landings = [outer.land(mine) for outer, mine in zip(self.outers, weights, strict=True)]
+            outcomes = [outer.finish(mine) for outer, mine in zip(self.outers, weights, strict=True)]
         except BaseException:
             for outer, run, state in zip(self.outers, self.runs, before, strict=True):
                 run.discard()
                 outer.restore(state)
             self.network.drop()
             raise
-        met = [o.shaped(o.commit(landing)) if landing else {} for o, landing in zip(self.outers, landings, strict=True)]
+        met = [o.shaped(o.commit(new)) if new else {} for o, new in zip(self.outers, outcomes, strict=True)]
         return [{**mine, **new} for mine, new in zip(weights, met, strict=True)]
 
     def stats(self, rank: int = 0) -> dict[str, Any]:

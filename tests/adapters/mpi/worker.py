@@ -432,7 +432,7 @@ def resume() -> dict[str, Any]:
 
 
 def outer_steps() -> dict[str, Any]:
-    """Compare outer steps with a simulation of all ranks; fail in mid-flight, and go on from a checkpoint."""
+    """Compare outer steps with a simulation; fail with a pending exchange, and resume from a checkpoint."""
     spec, results = {"w": (30, 20), "v": (40,), "b": ()}, {}
     config = {"compressor": "topk", "compress_ratio": 0.05, "default_rules": False, "communicator": "two_shot"}
     outer = {"every": 4, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 1, "alpha": 0.25}
@@ -450,7 +450,7 @@ def outer_steps() -> dict[str, Any]:
     for step in range(9):
         saved.append((mine, exchange.state_dict()))
         if step == 4:
-            # The first fragment was sent after two steps of this period, and lands with a share of the own weights.
+            # The first fragment, sent after two steps of this period, is applied with a share of the own weights.
             wrong = {**inner(mine, step, RANK), **({"v": np.zeros(3, np.float32)} if RANK == SIZE - 1 else {})}
             error = outcome(lambda w=wrong: exchange(w)) if RANK == SIZE - 1 else ""
             exchange.discard()

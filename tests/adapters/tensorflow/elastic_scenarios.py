@@ -172,7 +172,8 @@ def elastic_accumulation() -> dict[str, Any]:
     return {"own": digest(run.model.optimizer._accumulated_gradients) == sums, "sums": sums}
 
 
-# After four steps, in mid-flight or in mid-period. No rank owns what others hold back, and gives it up after a reset.
+# After four steps, with a pending exchange or in mid-period. No rank owns what others hold back, or gives it up after a
+# reset.
 GATHERED = {**CONFIG, "communicator": "allgather"}
 MEETINGS: dict[str, Callable[[], Any]] = {
     "streaming": lambda: wrap(

@@ -194,7 +194,7 @@ def tf_outer_resets(name: str) -> list[float]:
             for key, g in drawn(rank, step).items():
                 inner[rank][key].apply([tf.constant(g)], [mine[key]])
         met = sim.step([{key: v.numpy() for key, v in mine.items()} for mine in variables])
-        again = [key for i, part in enumerate(parts) if settings.lands(step + 1, i) for key in part]
+        again = [key for i, part in enumerate(parts) if settings.applies(step + 1, i) for key in part]
         for rank, mine in enumerate(variables):
             for key, v in mine.items():
                 v.assign(met[rank][key])

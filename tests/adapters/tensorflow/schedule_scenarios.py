@@ -334,7 +334,7 @@ def tf_outer_beside() -> dict[str, Any]:
 
 # The configuration and the outer steps of a simulation, and the steps before which a file is saved.
 SIMULATED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
-    # In mid-flight, in mid-period, and between two fragments.
+    # While an exchange is pending, in mid-period, and between two fragments.
     "streaming": (
         {"compressor": "topk", "compress_ratio": 0.5, "schedule": [{"step": 2, "compress_ratio": 1.0}]},
         {"every": 6, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 2, "delay": 2, "alpha": 0.5},

@@ -129,5 +129,5 @@ def held(states: Sequence[dict[str, Any]]) -> float:
         for name, entry in state["tensors"].items()
         if "residual" in entry["memory"]
     )
-    flights = [state["outer"]["flight"]["changes"] for state in states if "outer" in state]
-    return residuals + sum(float(x.double().sum()) for changes in flights for x in changes.values()) / len(states)
+    pending = [state["outer"]["flight"]["changes"] for state in states if "outer" in state]
+    return residuals + sum(float(x.double().sum()) for changes in pending for x in changes.values()) / len(states)

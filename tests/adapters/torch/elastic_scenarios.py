@@ -58,7 +58,7 @@ def elastic() -> dict[str, Any]:
 
 # No rank owns what others hold back, and gives it up after a reset.
 GATHERED = {**CONFIG, "communicator": "allgather"}
-# Local states in mid-period and, with a delay, in mid-flight: after four steps.
+# Local states in mid-period and, with a delay, while an exchange is pending: after four steps.
 LOCAL = {
     "streaming": {"every": 6, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 2, "alpha": 0.5},
     "local SGD": {"every": 3, "state": "average"},

@@ -231,7 +231,7 @@ OUT = {
 
 
 def outer_participation() -> dict[str, Any]:
-    """Do the same where a part of the ranks contributes to each meeting; go on from the middle of a flight."""
+    """Do the same where a part of the ranks contributes to each meeting; go on from the middle of a pending."""
     found = {
         name: _beside_a_simulation(config, {**outer, "participation": 0.5}, [4])
         for name, (config, outer) in OUT.items()
