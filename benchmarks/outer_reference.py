@@ -32,7 +32,7 @@ class DiLoCo:
         self._anchor = anchor
         self._optimizer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
 
-    def meet(self, weights):
+    def sync(self, weights):
         """Move the anchor. `weights` has the tensors of each rank."""
         for a, *theirs in zip(self._anchor, *weights, strict=True):
             a.grad = torch.stack([a.detach() - w for w in theirs]).mean(0)
@@ -50,7 +50,7 @@ class SparseLoCo:
         self._anchor, self._chunk, self._bins = anchor, chunk, bins
         self._errors = [[torch.zeros(a.numel()) for a in anchor] for _ in range(RANKS)]
 
-    def meet(self, weights):
+    def sync(self, weights):
         """Move the anchor. `weights` has the tensors of each rank."""
         for place, a in enumerate(self._anchor):
             sent = torch.stack([self._sent(self._errors[r][place], a - weights[r][place]) for r in range(RANKS)])
@@ -86,7 +86,7 @@ METHODS = {"DiLoCo": DiLoCo, "SparseLoCo": SparseLoCo}
 
 @torch.no_grad()
 def train(make, seed, steps, task):
-    """Return the validation loss of the anchor at the end. `make(anchor)` returns what moves it at a meeting."""
+    """Return the validation loss of the anchor at the end. `make(anchor)` returns what moves it at a sync."""
     ranks = [task.start(seed, RANKS, steps=steps, lr=LR, momentum=task.momentum) for _ in range(RANKS)]
     weights = [list(rank.model.parameters()) for rank in ranks]
     optimizers = [torch.optim.AdamW(mine, LR, (task.momentum, 0.99), weight_decay=0.1) for mine in weights]
@@ -101,7 +101,7 @@ def train(make, seed, steps, task):
             optimizer.param_groups[0]["lr"] = rank.rate(step)
             optimizer.step()
         if (step + 1) % EVERY == 0:
-            method.meet(weights)
+            method.sync(weights)
             for mine in weights:
                 for w, a in zip(mine, anchor, strict=True):
                     w.copy_(a)

@@ -42,7 +42,7 @@ FINER = ':communicator={"name":"two_shot","second":"qsgd"}'
 VOLUME = tuple(f"hardthreshold{more}" for more in ("", ":tune_steps=20", ":controlled=true"))
 # Quantizers so coarse that feedback matters, by one compression as in its paper, and the same with feedback.
 COARSE = {f"qsgd:quantum_num={n}:communicator=allgather": ":memory=residual" for n in (3, 1)}
-# Gradients, updates of each step, and rare meetings, in the words of the page on outer steps.
+# Gradients, updates of each step, and rare syncs, in the words of the page on outer steps.
 _NESTEROV = '"lr":0.7,"momentum":0.9,"nesterov":true'
 OUTER = {
     "gradients": "none", "updates": "none:outer=update",

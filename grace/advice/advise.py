@@ -191,7 +191,8 @@ class Figures:
             except (ConfigError, IncompatibleError) as reason:
                 # What the framework's sharding does not allow.
                 self.left_out[label] = str(reason)
-        # The measured link includes the time in which ranks meet. A GPU leaves the transport to other processors.
+        # The measured link includes the time in which ranks wait for each other. A GPU leaves the transport to other
+        # processors.
         on_cpu = exchange._specs[0].device == "cpu"
         self._overhead = Overhead(handling=OVERHEAD.handling) if on_cpu else Overhead()
         now = next((label for label in self._plans if made[label].method == exchange.config.method), None)
@@ -267,7 +268,7 @@ class Figures:
     def _local_steps(self, link: Link) -> Row:
         """Return the row of ranks that step on their own, without compression."""
         dense = self._plans[NONE].wire_bytes
-        # All weights meet after the step, where nothing hides their exchange.
+        # All weights are exchanged after the step, where nothing hides their exchange.
         seconds = self.compute + self.machine(link).seconds("allreduce", dense) / LOCAL_STEPS
         changes = {"compressor": "none", "outer": {"every": LOCAL_STEPS}}
         reason = "each rank steps on its own in between, see docs/outer_steps.md"

@@ -51,8 +51,8 @@ class TensorSpec:
     `dtype` is one of float16, bfloat16, float32, float64, complex64, complex128. `sparse` means that the gradient comes
     as rows and their indices, like that of an embedding. `model_numel` is the number of elements of all tensors of the
     run (0: this tensor is alone). `rounds` is for outer steps: above 0, the tensor is no weight but accompanies the
-    weights, as a state of the inner optimizer does, and the ranks take the mean of it at every `rounds`-th meeting.
-    Raises ConfigError for any other dtype.
+    weights, as a state of the inner optimizer does, and the ranks take the mean of it at every `rounds`-th sync. Raises
+    ConfigError for any other dtype.
     """
 
     name: str

@@ -82,10 +82,10 @@ class MPIExchange(Exchange):
         learning rate or a reference is missing.
 
         With `outer`, it takes the weights after an inner step, and returns those to go on with: other ones for tensors
-        that have met.
+        that synced.
         """
         if self.outers:
-            return self._meet(gradients, lr)
+            return self._step_outer(gradients, lr)
         shapes = {item.spec.name: item.spec.shape for item in self.plan.assignments}
         given = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         if given != shapes:
@@ -126,10 +126,10 @@ class MPIExchange(Exchange):
         for outer in self.outers:
             outer.begin(weights)
 
-    def _meet(self, weights: Mapping[str, Array], lr: float | None) -> dict[str, Array]:
+    def _step_outer(self, weights: Mapping[str, Array], lr: float | None) -> dict[str, Array]:
         (outer,) = self.outers
         before = outer.state
-        if outer.meets_next and is_due(self.run.completed, self.config.check_replicas):
+        if outer.syncs_next and is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
             outer.send(weights, lr=lr)

@@ -76,7 +76,7 @@ class Alike(Replicas):
 
 
 class Apart(Replicas):
-    """A copy of the weights for each rank, which takes steps of its own between meetings.
+    """A copy of the weights for each rank, which takes steps of its own between syncs.
 
     `evaluate` looks at the weights that the ranks have in common, with the buffers of rank 0.
     """
@@ -113,7 +113,7 @@ class Apart(Replicas):
     def sent(self) -> dict[Kind, float]:
         found = [self.simulation.stats(rank) for rank in range(self.simulation.size)]
         nbytes = statistics.fmean(stats["outer"]["bytes_per_step"] for stats in found)
-        # Of the last meeting of each tensor.
+        # Of the last sync of each tensor.
         last = {kind: sum(stats["collectives"][kind] for stats in found) for kind in KINDS}
         return {kind: nbytes * last[kind] / (sum(last.values()) or 1) for kind in KINDS}
 

@@ -47,9 +47,9 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
-    hold back nothing. What a lost rank held back is lost, and the log says so. Between two meetings of outer steps,
-    and of `ZeroOneAdam`, survivors keep their weights, and new ranks take those of rank 0. Steps are traced again:
-    `fit` makes its function again, and a `tf.function` of your own must be made in the function that Horovod runs.
+    hold back nothing. What a lost rank held back is lost, and the log says so. Between two syncs of outer steps, and of
+    `ZeroOneAdam`, survivors keep their weights, and new ranks take those of rank 0. Steps are traced again: `fit` makes
+    its function again, and a `tf.function` of your own must be made in the function that Horovod runs.
 
     Raises ConfigError for a model without variables, and for exchanges whose states cannot go on with other ranks.
     """
@@ -66,8 +66,8 @@ class KerasState(ObjectState):  # type: ignore[misc]
         inner = innermost(self.optimizer)
         exchanges = [inner.grace] if isinstance(inner, Exchanges) else []
         outer = inner.grace.config.outer if exchanges else None
-        # Whether a rank has weights of its own between two meetings.
-        self._meets = outer is not None or isinstance(inner, Exchanging)
+        # Whether a rank has weights of its own between two syncs.
+        self._has_own_weights = outer is not None or isinstance(inner, Exchanging)
         for name in [name for name, value in more.items() if isinstance(value, Exchange)]:
             exchange = more.pop(name)
             setattr(self, name, exchange)
@@ -107,7 +107,7 @@ class KerasState(ObjectState):  # type: ignore[misc]
         shared = [variable for exchange, _ in self._exchanges for variable in exchange.shared_variables()]
         own = {id(variable) for variable in self._accumulators()}
         inner = innermost(self.optimizer)
-        steps, kept = int(inner._iterations), self._of_keras(self.model.weights) if self._meets else []
+        steps, kept = int(inner._iterations), self._of_keras(self.model.weights) if self._has_own_weights else []
         before = [tf.identity(v) for v in kept]
         broadcast([*(v for v in self._of_keras(self.model.weights) if id(v) not in own), *shared], root_rank=0)
         if kept and stays(steps, int(inner._iterations), keeps=keeping[0]):

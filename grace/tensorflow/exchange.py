@@ -185,7 +185,7 @@ class Exchange(core.Exchange, tf.Module):
         self.times.stop()
 
     def note_buffers(self, variables: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:
-        """Note the buffers of a model, which meet at outer steps, or a function that returns them in the first step.
+        """Note the buffers of a model, which sync at outer steps, or a function that returns them in the first step.
 
         `fit` notes those of its model. In a loop of your own, pass `model.non_trainable_weights` before the first step.
         Raises StepError afterwards.
@@ -356,7 +356,7 @@ class Exchange(core.Exchange, tf.Module):
 
     @property
     def buffers(self) -> list[tf.Variable]:
-        """The variables that meet by the option `buffers` of outer steps, such as the statistics of BatchNorm."""
+        """The variables that sync by the option `buffers` of outer steps, such as the statistics of BatchNorm."""
         if self.config.outer is None or self.config.outer.buffers == "local":
             return []
         if self._buffers is None and self.config.outer.buffers == "first":

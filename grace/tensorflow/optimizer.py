@@ -488,7 +488,7 @@ class Distributed(Exchanges):
             grads = [None if i not in corrected else corrected[i] * factor for i in places]
         with self.after_exchange():
             apply(grads, trainable_variables)
-        # A rank that leaves a step out, because its gradients are not finite, must meet the others after it.
+        # A rank whose gradients are not finite leaves the step out, and must take part in the next sync.
         self._iterations.assign(taken)
         if self.gradient_accumulation_steps:
             tf.cond(complete, always(lambda: outer.after(self.inner_steps(), exchange.graph)), never)

@@ -74,14 +74,14 @@ def outer_variables(
     states = states_of(optimizer)
     rounds = rounds_of_states(outer, [key for key, _, _ in states], optimizer._plain.__name__, where)
     weights = [inside(v) for v in optimizer._trainable_variables]
-    meeting = [(v, rounds[key]) for key, _, v in states if key in rounds]
+    averaged = [(v, rounds[key]) for key, _, v in states if key in rounds]
     # The average of weights is none of an optimizer's states.
     again = [(key, i, v) for key, i, v in states if outer.state == "reset" and key != "average"]
     resets = [(i, partial(_fill, v, _first_value(key, v, where))) for key, i, v in again]
     # What all ranks know could be subtracted again.
     random = tf.random.Generator.from_non_deterministic_state() if outer.noise else None
     noise = None if random is None else lambda n, dtype: random.normal([n], dtype=dtype)
-    return GraphOuter(outer, specs, weights, meeting, tensorflow_ops, make_variable, resets=resets, noise=noise)
+    return GraphOuter(outer, specs, weights, averaged, tensorflow_ops, make_variable, resets=resets, noise=noise)
 
 
 def _fill(v: tf.Variable, value: float) -> None:

@@ -65,7 +65,7 @@ class GraphStep:
     ) -> Any:
         """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
 
-        With `only`, the gradients of other variables are not exchanged; their fragments meet in other steps. A rank
+        With `only`, the gradients of other variables are not exchanged; their fragments sync in other steps. A rank
         that is `resting` sends zeros. With `second`, there are second gradients as well, and if it `leaves_out` ranks,
         there is a vector that says which.
         """
@@ -155,10 +155,10 @@ class GraphStep:
             for (spec, _), x in zip(itertools.cycle(self._kinds), merged, strict=False)
         ]
 
-    def meet(
+    def sync(
         self, changes: Mapping[int, tf.Tensor], inside: tf.Tensor | None, absent: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Exchange what some variables have moved, by their indices, at a meeting.
+        """Exchange what some variables have moved, by their indices, at a sync.
 
         Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes its
         changes if it is `inside`; None stands for true. `absent` is as for `Step.leave_out`.
@@ -186,7 +186,7 @@ class GraphStep:
         return self._states.select(of)
 
     def traffic(self) -> list[tf.Tensor]:
-        """Return the bytes of all meetings until now: those that this rank has sent, and those on the links."""
+        """Return the bytes of all syncs until now: those that this rank has sent, and those on the links."""
         return tf.unstack(self._traffic.read_value())
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
@@ -226,7 +226,7 @@ class GraphStep:
         return found
 
     def _count(self, sent: Sequence[Any], handed: Sequence[tuple[Kind, Any]]) -> None:
-        """Count bytes that this rank sends at a meeting, and those that it hands to collectives."""
+        """Count bytes that this rank sends at a sync, and those that it hands to collectives."""
         if self._exchange.config.outer is not None:
             on_links = [tf.cast(x, tf.float64) * float(copies(kind, self.transport.size)) for kind, x in handed]
             self._traffic.assign_add([sum(tf.cast(x, tf.float64) for x in sent), sum(on_links)])
@@ -321,7 +321,7 @@ class GraphStep:
             merged[name] = transport.average(x, op=exchange.op, predivide=predivide, name=label)
             reduced.append(nbytes(x))
         counter, turns = self._states.counter, self._states.turns
-        # As many meetings as each tensor has had: random numbers follow from it.
+        # As many syncs as each tensor has had: random numbers follow from it.
         number = counter // turns if turns > 1 else counter
         step = Step(
             States([(0, plan)], number, {name: stage.read_unit(name) for name in plan.stateful}),

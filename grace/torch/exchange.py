@@ -168,7 +168,7 @@ class Exchange(core.Exchange):
             )
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        # With outer steps, the weights of a rank are its own between two meetings.
+        # With outer steps, the weights of a rank are its own between two syncs.
         return self.outers[0].equal_weights if self.outers else self._parameters
 
     def _saved(self, run: Run) -> dict[str, Any]:

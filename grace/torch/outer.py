@@ -140,7 +140,7 @@ class OuterAdapter(OptimizerAdapter):
         self.steps.ready(loss)
 
     def forget(self) -> None:
-        """Return to the weights after the last meeting of each parameter, and to the inner step of the last one."""
+        """Return to the weights after the last sync of each parameter, and to the inner step of the last one."""
         self.steps.forget()
         self.optimizer.zero_grad()
 

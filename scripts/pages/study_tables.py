@@ -190,7 +190,7 @@ def feedback(block: Block) -> list[str]:
 
 @kind("study-outer")
 def outer(block: Block) -> list[str]:
-    """Return the table of gradients, updates of each step and rare meetings on some tasks."""
+    """Return the table of gradients, updates of each step and rare syncs on some tasks."""
     tasks = block.arguments
     places = [(task, USUAL_RANKS) for task in tasks]
     lines = [table_row("what the ranks exchange", "bytes, %", *(f"`{task}`" for task in tasks))]

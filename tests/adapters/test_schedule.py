@@ -92,7 +92,7 @@ def test_residuals_follow_the_learning_rate(launch):
 
 
 @on(*LAUNCHES, usual={TORCHRUN})
-def test_weights_meet_after_local_steps(launch):
+def test_weights_sync_after_local_steps(launch):
     ranks = ask("local_steps", launch)
     for name in ("none", "qsparse"):
         # After the third and the sixth step, the weights are equal. In between, every rank has its own.
@@ -109,7 +109,7 @@ def test_outer_steps_of_real_ranks_are_those_of_a_simulation(launch):
     for name in ranks[0]:
         for rank in ranks:
             assert rank[name]["off"] == rank[name]["resumed"] == [False] * 9, name
-        # The last of the nine steps is a meeting of all tensors, or of one fragment of them.
+        # The last of the nine steps is a sync of all tensors, or of one fragment of them.
         assert len({rank[name]["weights"] for rank in ranks}) == (2 if name == "streaming" else 1)
         assert len({str([rank[name]["stats"][key] for key in ("steps", "rounds")]) for rank in ranks}) == 1
         assert all(0 < rank[name]["stats"]["utilisation"] < 1 for rank in ranks)
@@ -138,13 +138,13 @@ def test_outer_steps_beside_accumulation_clipping_and_schedules_are_those_of_pla
 
 
 @on(TORCHRUN)
-def test_states_of_the_inner_optimizer_and_buffers_meet_as_well(launch):
+def test_states_of_the_inner_optimizer_and_buffers_sync_as_well(launch):
     for rank in scenario("outer_beside", launch):
         for name in ("periods", "average", "reset"):
             assert rank[name]["off"] < 1e-6, (name, rank[name]["off"])
             assert rank[name]["resumed"] == [True] * 3, name
         report = rank["periods"]["report"]
-        assert "mean of the states exp_avg_sq every 2 meetings" in report
+        assert "mean of the states exp_avg_sq every 2 syncs" in report
         assert "exp_avg_sq of 0.weight" in report
         assert "running_mean" not in report
         assert "1.running_mean" in rank["average"]["report"]
@@ -186,7 +186,7 @@ def test_outer_steps_in_graphs_follow_the_recursion(launch):
             assert rank[name]["resumed"], name
         assert rank["report"].startswith("outer steps: every 3 steps from step 2 on; SGD(lr=0.7, momentum=0.9, nest")
     assert ranks[0]["topk"]["resumed"]
-    # Two steps of warm-up, and meetings after steps 5 and 8.
+    # Two steps of warm-up, and syncs after steps 5 and 8.
     apart = [len({rank["topk"]["apart"][step] for rank in ranks}) for step in range(8)]
     assert apart == [1, 1, 2, 2, 1, 2, 2, 1]
     assert len({rank["none"]["apart"][7] for rank in ranks}) == 2, "each rank keeps a share of its own weights"
@@ -219,7 +219,7 @@ def test_a_graph_adds_noise_and_asks_for_losses(launch):
         assert rank["weights"] == ranks[0]["weights"]
         assert "call optimizer.build(model.trainable_variables) first" in rank["told"][0]
         assert "follow the square root of the loss" in rank["told"][1]
-        assert "none was noted since the last meeting" in rank["told"][2]
+        assert "none was noted since the last sync" in rank["told"][2]
 
 
 @on(TWO_TENSORFLOW)
@@ -234,7 +234,7 @@ def test_what_no_graph_can_do_is_refused(launch):
 
 
 @on(TWO_TENSORFLOW)
-def test_states_and_buffers_of_keras_meet_as_well(launch):
+def test_states_and_buffers_of_keras_sync_as_well(launch):
     for number, rank in enumerate(scenario("tf_outer_beside", launch)):
         for name in ("average", "periods", "growing", "fragments") if ALL else ("periods",):
             assert max(rank[name]["off"]) < 1e-5, (name, rank[name]["off"])

@@ -83,7 +83,7 @@ def test_outer_steps_are_the_published_recursions(outer, monkeypatch):
     def whole(anchor):
         return reference.SparseLoCo(anchor, chunk=max(a.numel() for a in anchor), bins=0)
 
-    # Ten meetings, so that what stays in the errors counts.
+    # Ten syncs, so that what stays in the errors counts.
     steps, every, lr = 60, 6, reference.LR
     monkeypatch.setattr(reference, "EVERY", every)
     for method, make, error in (("DiLoCo", reference.DiLoCo, 1e-4), ("SparseLoCo, float values", whole, 1e-3)):

@@ -77,7 +77,7 @@ def test_every_method_is_told_in_one_line_with_the_bytes_of_its_plan(name):
         (
             {**QSGD, "outer": "diloco"},
             4,
-            "grace: from meeting 4, qsgd compresses 2 of 3 tensors, and each of 3 ranks sends 62.5 KB per meeting "
+            "grace: from sync 4, qsgd compresses 2 of 3 tensors, and each of 3 ranks sends 62.5 KB per sync "
             "instead of 245.6 KB (25.4 %). Outer steps: every 500 steps; SGD(",
         ),
         ({**QSGD, "outer": "streaming_diloco"}, None, " sends 62.5 KB per period instead of 245.6 KB (25.4 %). "),

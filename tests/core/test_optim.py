@@ -199,7 +199,7 @@ def test_a_gradient_that_the_second_moment_has_not_seen_is_limited(framework):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("decoupled", "scaled"), [(False, False), (True, False), (True, True)])
 def test_zero_one_adam(framework, decoupled, scaled):
-    """Algorithm 1 of the paper in float64, for one rank: meetings after steps 2, 5 and 6, v from steps 1 and 2."""
+    """Algorithm 1 of the paper in float64, for one rank: syncs after steps 2, 5 and 6, v from steps 1 and 2."""
     weights, gradients = given()
     ops, rule = get_ops(framework), ZeroOneAdam(**OPTIONS, decoupled_weight_decay=decoupled, scaled=scaled)
     y = array(ops, weights.astype(np.float32), "float32")
@@ -232,7 +232,7 @@ def test_zero_one_adam(framework, decoupled, scaled):
                 host(ops, rule.sent(ops, state, learnt))[some], (u / unit)[some], rtol=1e-4, atol=1e-6
             )
             sent = array(ops, (merged / unit).astype(np.float32), "float32")
-            y, state = rule.meet(ops, y, sent, state, LR, 1 / rates, learnt)
+            y, state = rule.sync(ops, y, sent, state, LR, 1 / rates, learnt)
             anchor, u, rates = x.copy(), np.zeros(N), 0.0
             assert "anchor" not in state
         else:

@@ -27,7 +27,7 @@ def largest(x, count):
 
 @frameworks_and_ranks
 def test_errors_that_stay_in_the_weights_follow_cser(framework, ranks):
-    """The error of a rank is how far its weights are from the common ones, until an uncompressed meeting resets it."""
+    """The error of a rank is how far its weights are from the common ones, until an uncompressed sync resets it."""
     pytest.importorskip(framework)
     training, resumed = (Training(LOCAL, {**TOPK, "memory": "none"}, ranks, framework) for _ in "ab")
     common = {name: x.astype(np.float64) for name, x in training.start.items()}
@@ -64,7 +64,7 @@ def test_what_would_keep_an_error_twice_is_refused(caplog):
     ):
         Training({"every": 2, "local_error": True}, {"compressor": "signsgd"})
     for other in ({"delay": 1}, {"alpha": 0.5}, {"optimizer": "elastic"}, {"participation": 0.5}):
-        with pytest.raises(ConfigError, match="local_error needs meetings of all ranks with equal weights"):
+        with pytest.raises(ConfigError, match="local_error needs syncs of all ranks with equal weights"):
             grace.make_config(TOPK, outer={"every": 2, "local_error": True, **other})
     # Without local errors, a report warns that what is dropped is lost.
     none = {**TOPK, "memory": "none"}
@@ -131,14 +131,14 @@ def test_control_variates_of_compressed_changes_follow_the_papers(framework, ran
     training, resumed = (Apart(CONFIGS[method], ranks, framework) for _ in "ab")
     x, server, none = np.zeros(30), np.zeros(30), [np.zeros(30)] * ranks
     c, running = list(none), list(none)
-    for meeting in range(8):
+    for sync in range(8):
         before = training.values()
         y = [x] * ranks
         for step in range(steps):
             y = [w - lr * (training.gradient(r, w) - c[r] + server) for r, w in enumerate(y)]
-            for each in [training, resumed] if (meeting, step) > (3, 1) else [training]:
+            for each in [training, resumed] if (sync, step) > (3, 1) else [training]:
                 each.step(lr)
-            if (meeting, step) == (3, 1):
+            if (sync, step) == (3, 1):
                 assert resumed.sim.load_state_dict(copy.deepcopy(training.sim.state_dict()))
                 resumed.weights = list(training.weights)
         mean_change = (before - training.values()) / (steps * lr)
@@ -183,16 +183,16 @@ def test_control_variates_follow_the_papers_where_a_part_of_the_ranks_contribute
     training, resumed = (Apart(IN_PART[method], ranks, framework, participation=0.6) for _ in "ab")
     x, server = np.zeros(30), np.zeros(30)
     c, running, drawn_ranks = [np.zeros(30)] * ranks, [np.zeros(30)] * ranks, set()
-    for meeting in range(10):
+    for sync in range(10):
         before = training.values()
         inside = [rank for rank in range(ranks) if training.sim.stats(rank)["outer"]["participates"]]
         drawn_ranks.add(tuple(inside))
         y = [x] * ranks
         for step in range(steps):
             y = [w - lr * (training.gradient(r, w) - c[r] + server) for r, w in enumerate(y)]
-            for each in [training, resumed] if (meeting, step) > (3, 1) else [training]:
+            for each in [training, resumed] if (sync, step) > (3, 1) else [training]:
                 each.step(lr)
-            if (meeting, step) == (3, 1):
+            if (sync, step) == (3, 1):
                 assert resumed.sim.load_state_dict(copy.deepcopy(training.sim.state_dict()))
                 resumed.weights = list(training.weights)
         changes, pace = [np.zeros(30)] * ranks, 1.0

@@ -16,7 +16,7 @@ LOCAL = {"buffers": "local"}
 
 
 def noisy(outer, config=NONE, ranks=3, framework="numpy"):
-    """Return a training, and a list that fills with what each rank sends of each tensor, by meeting and rank."""
+    """Return a training, and a list that fills with what each rank sends of each tensor, by sync and rank."""
     training, sent = Training({**LOCAL, **outer}, config, ranks, framework, SHAPES), []
     for run in training.sim.outers:
         run._private = _recorded(run._private, sent, training)
@@ -77,7 +77,7 @@ def test_noise_is_normal_and_a_secret_of_each_rank(framework):
     assert abs(drawn.mean()) < bound
     assert abs((drawn**2).mean() - 1) < np.sqrt(2) * bound
     assert abs((drawn**4).mean() - 3) < np.sqrt(96) * bound
-    # No draw tells another one: not of other ranks, meetings, or runs with the same seed.
+    # No draw tells another one: not of other ranks, syncs, or runs with the same seed.
     correlations = drawn @ drawn.T / drawn.shape[1] - np.eye(len(drawn))
     assert np.abs(correlations).max() < 6 / np.sqrt(drawn.shape[1]) + np.sqrt(2) * 5 / np.sqrt(drawn.shape[1])
 
@@ -93,9 +93,9 @@ def test_noisy_changes_from_shifts_are_soteriafl(ranks):
     shifts = [{name: np.zeros(np.prod(shape)) for name, shape in SHAPES.items()} for _ in range(ranks)]
     mean_shift = {name: np.zeros(np.prod(shape)) for name, shape in SHAPES.items()}
     common = {name: x.astype(np.float64).ravel() for name, x in training.start.items()}
-    for meeting in range(6):
+    for sync in range(6):
         training.step()
-        changes = [x for _, x in sent[meeting * ranks :]]
+        changes = [x for _, x in sent[sync * ranks :]]
         drawn = {name: x.ravel() != 0 for name, x in draws.step(ones)[0].items()}
         for name, x in common.items():
             now = training.values()[name].astype(np.float64).ravel()

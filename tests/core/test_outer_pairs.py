@@ -13,14 +13,14 @@ from tests.core.test_outer_steps import NONE, SHAPES, TOPK, Training, assert_clo
 NOLOCO = {"preset": "noloco", "every": 4}
 
 
-def test_pairs_are_drawn_for_each_meeting():
+def test_pairs_are_drawn_for_each_sync():
     for size in range(1, 8):
         drawn = [[pair_of(rank, size, 0, step) for rank in range(size)] for step in range(60)]
         for pairs in drawn:
             # Each rank is in one pair, and of an odd number one is alone.
             assert all(rank in pair and pair in [pairs[other] for other in pair] for rank, pair in enumerate(pairs))
             assert sorted(map(len, set(pairs))) == [1] * (size % 2) + [2] * (size // 2)
-        # Everybody meets everybody.
+        # Everybody syncs with everybody.
         assert {other for pairs in drawn for other in pairs[0]} == set(range(size))
     assert [pair_of(0, 6, 0, step) for step in range(9)] != [pair_of(0, 6, 1, step) for step in range(9)]
 
@@ -38,16 +38,16 @@ def recursion(training, steps, fragments, delay, seed):
                 own[name] = x - training.rate * (x - draw(SHAPES[name], rank, step - 1))
         if step % gap == 0:
             arriving[step + delay] = step // gap - 1, [dict(x) for x in fast]
-        meeting, sent = arriving.pop(step, (0, None))
+        sync, sent = arriving.pop(step, (0, None))
         for rank in range(ranks) if sent else ():
-            pair = pair_of(rank, ranks, seed, meeting // fragments)
-            for name in parts[meeting % fragments]:
+            pair = pair_of(rank, ranks, seed, sync // fragments)
+            for name in parts[sync % fragments]:
                 moved = sum(sent[r][name] - slow[r][name] for r in pair) / len(pair)
                 apart = slow[rank][name] - sum(slow[r][name] for r in pair) / len(pair)
                 delta[rank][name] = 0.3 * delta[rank][name] + 0.7 * moved - 0.7 * apart
         if sent:
             for rank in range(ranks):
-                for name in parts[meeting % fragments]:
+                for name in parts[sync % fragments]:
                     slow[rank][name] = fast[rank][name] = slow[rank][name] + delta[rank][name]
     return fast
 
@@ -57,7 +57,7 @@ def recursion(training, steps, fragments, delay, seed):
     [*(("numpy", ranks, 1, 0) for ranks in (1, 2, 3, 4)), ("numpy", 4, 2, 1), ("torch", 3, 2, 1)],
     ids=str,
 )
-def test_ranks_that_meet_in_pairs_follow_noloco(framework, ranks, fragments, delay):
+def test_ranks_that_sync_in_pairs_follow_noloco(framework, ranks, fragments, delay):
     """With a checkpoint in the middle of a period, of a pending exchange if there is one; each rank loads its own."""
     pytest.importorskip(framework)
     outer = {**NOLOCO, "fragments": fragments, "delay": delay}
@@ -80,7 +80,7 @@ def test_ranks_that_meet_in_pairs_follow_noloco(framework, ranks, fragments, del
 
 
 def test_pairs_come_together():
-    """As the ranks have targets of their own, only meetings keep them together; in pairs less than all at once."""
+    """As the ranks have targets of their own, only syncs keep them together; in pairs less than all at once."""
     outer = {"every": 2, "lr": 0.7, "momentum": 0.3}
     spread = {}
     for pairs in (True, False):

@@ -1,4 +1,4 @@
-"""Outer steps: what ranks that step on their own make of their weights when they meet."""
+"""Outer steps: what ranks that step on their own make of their weights when they sync."""
 
 from __future__ import annotations
 
@@ -191,9 +191,9 @@ def test_one_rank_is_lookahead_with_momentum(nesterov, ranks, monkeypatch):
     monkeypatch.setattr(training, "inner", lambda rank, *given: inner(0, *given))
     slow = {name: torch.nn.Parameter(torch.from_numpy(x.copy())) for name, x in training.start.items()}
     optimizer = torch.optim.SGD(slow.values(), lr=0.7, momentum=0.9, nesterov=nesterov)
-    for meeting in range(5):
+    for sync in range(5):
         fast = {name: p.detach().numpy().copy() for name, p in slow.items()}
-        for step in range(4 * meeting, 4 * meeting + 4):
+        for step in range(4 * sync, 4 * sync + 4):
             fast = {name: training.inner(0, name, x, step) for name, x in fast.items()}
         for name, p in slow.items():
             p.grad = p.detach() - torch.from_numpy(np.asarray(fast[name]))
@@ -202,7 +202,7 @@ def test_one_rank_is_lookahead_with_momentum(nesterov, ranks, monkeypatch):
         assert_close(training.values(), {name: p.detach().numpy() for name, p in slow.items()})
 
 
-def test_a_meeting_lowers_the_loss():
+def test_a_sync_lowers_the_loss():
     """The change of the weights has the sign of a gradient: otherwise a step would climb."""
     shapes = {"w": (50,)}
     sim = grace.Simulation(2, shapes, NONE, outer={"every": 2, "lr": 0.7, "momentum": 0.9, "nesterov": True})
@@ -247,7 +247,7 @@ def test_ranks_that_keep_all_of_their_own_weights_never_mix():
 
 @every_framework
 @pytest.mark.parametrize("config", [NONE, TOPK], ids=["none", "topk"])
-def test_all_ranks_have_the_same_bits_after_a_meeting(framework, config):
+def test_all_ranks_have_the_same_bits_after_a_sync(framework, config):
     outer = {"every": 6, "lr": 0.7, "momentum": 0.9, "fragments": [["a", "scalar"], ["b", "c", "d"], "empty"]}
     training = Training(outer, config, ranks=3, framework=framework)
     met = [set(part) | {"empty"} for part in training.sim.config.outer.divide(training.sim._specs)]
@@ -258,7 +258,7 @@ def test_all_ranks_have_the_same_bits_after_a_meeting(framework, config):
 
 
 def test_what_is_held_back_and_what_was_sent_is_what_has_moved():
-    """Error feedback loses nothing: per element, over all meetings. In float64, where sums round less than 1e-6."""
+    """Error feedback loses nothing: per element, over all syncs. In float64, where sums round less than 1e-6."""
     training = Training({"every": 2, "lr": 0.5, "momentum": 0.9}, TOPK, ranks=2, dtype="float64")
     moved = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     arrived = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -281,7 +281,7 @@ def test_what_is_held_back_and_what_was_sent_is_what_has_moved():
         np.testing.assert_allclose(arrived[name] + residuals[name], moved[name], rtol=0, atol=1e-6)
 
 
-def test_every_tensor_meets_once_per_period():
+def test_every_tensor_syncs_once_per_period():
     """10,000 random shapes, fragments and delays; the coverage that torchft's buckets lack."""
     rng = np.random.default_rng(5)
     for _ in range(10_000):
@@ -301,9 +301,9 @@ def test_every_tensor_meets_once_per_period():
         assert [name for part in parts for name in part] == [spec.name for spec in specs]
         assert len(parts) == fragments
         assert all(parts)
-        assert all(list(outer.meetings(step)) == list(range(fragments)) for step in range(1, outer.warmup + 1))
+        assert all(list(outer.fragments_sent(step)) == list(range(fragments)) for step in range(1, outer.warmup + 1))
         start = outer.warmup + int(rng.integers(0, 3)) * outer.every
-        sent = [i for step in range(start + 1, start + outer.every + 1) for i in outer.meetings(step)]
+        sent = [i for step in range(start + 1, start + outer.every + 1) for i in outer.fragments_sent(step)]
         assert sent == list(range(fragments))
 
 
@@ -322,7 +322,7 @@ def test_the_warm_up_takes_the_mean_after_every_step():
 
 
 def test_a_period_may_begin_later():
-    """Post-local SGD: the ranks meet after every step at first, later after every third."""
+    """Post-local SGD: the ranks sync after every step at first, later after every third."""
     training = Training({"every": {4: 3}})
     met = []
     for _ in range(10):
@@ -332,7 +332,7 @@ def test_a_period_may_begin_later():
 
 
 def test_periods_that_grow_by_a_share_of_the_first():
-    """After n meetings that follow the warm-up, a period is 2 (1 + n / 2) steps long: 2, 3, 4."""
+    """After n syncs that follow the warm-up, a period is 2 (1 + n / 2) steps long: 2, 3, 4."""
     training = Training({"every": 2, "adapt": 0.5, "warmup": 1})
     met = []
     for step in range(1, 17):
@@ -386,7 +386,7 @@ def test_losses_must_be_told_where_periods_follow_them():
         with pytest.raises(StepError, match="the periods follow the square root of the loss"):
             training.sim.note_loss(loss, loss)
     training.step(15)
-    with pytest.raises(StepError, match=r"none was noted since the last meeting; call note_loss\(loss\)"):
+    with pytest.raises(StepError, match=r"none was noted since the last sync; call note_loss\(loss\)"):
         training.step()
     training.sim.note_loss(1.0, 2.0)
     training.step()
@@ -466,12 +466,12 @@ def test_weights_keep_their_dtype(dtype, framework):
     assert ops.dtype(sim.outers[0].state.kept["w"]["momentum"]) == ("float64" if dtype == "float64" else "float32")
 
 
-def desloc(state, ranks, meetings, *, betas, proportional):
-    """Train Adam on Rosenbrock's function with noisy gradients, and let the weights x meet every 192 steps.
+def desloc(state, ranks, syncs, *, betas, proportional):
+    """Train Adam on Rosenbrock's function with noisy gradients, and let the weights x sync every 192 steps.
 
-    The moments u and v meet at every so many meetings, stay "local", or are "reset" after each. The noise is the same
+    The moments u and v sync at every so many syncs of x, stay "local", or are "reset" after each. The noise is the same
     everywhere, or proportional to the gradient. Return all x at the end, those of the same recursion without a library,
-    and the losses after the meetings of the last third.
+    and the losses after the syncs of the last third.
     """
     rounds = {} if isinstance(state, str) else state
     specs = [TensorSpec("x", (2,), "float64"), *(TensorSpec(k, (2,), "float64", rounds=n) for k, n in rounds.items())]
@@ -481,7 +481,7 @@ def desloc(state, ranks, meetings, *, betas, proportional):
     plain = {key: x.copy() for key, x in now.items()}
     losses, t = [], 0
     sim.begin({spec.name: now[spec.name][0] for spec in specs})
-    for meeting in range(1, meetings + 1):
+    for sync in range(1, syncs + 1):
         for _ in range(192):
             t, noise = t + 1, 1.5 * rng.standard_normal((ranks, 2))
             corrections = 1 - betas[0] ** t, 1 - betas[1] ** t
@@ -495,7 +495,7 @@ def desloc(state, ranks, meetings, *, betas, proportional):
                 run["x"] = run["x"] - 0.01 * (run["u"] / corrections[0]) / scale
         met = sim.step([{spec.name: now[spec.name][rank] for spec in specs} for rank in range(ranks)])
         now |= {spec.name: np.array([own[spec.name] for own in met]) for spec in specs}
-        due = [key for key, n in {"x": 1, **rounds}.items() if meeting % n == 0]
+        due = [key for key, n in {"x": 1, **rounds}.items() if sync % n == 0]
         plain |= {key: np.tile(plain[key].mean(0), (ranks, 1)) for key in due}
         if state == "reset":
             t = 0
@@ -503,7 +503,7 @@ def desloc(state, ranks, meetings, *, betas, proportional):
                 run |= {key: np.zeros((ranks, 2)) for key in "uv"}
         a, b = now["x"][0]
         losses.append((1 - a) ** 2 + 100 * (b - a * a) ** 2)
-    return now["x"], plain["x"], np.array(losses[-meetings // 3 :])
+    return now["x"], plain["x"], np.array(losses[-syncs // 3 :])
 
 
 PERIODS = {"u": 3, "v": 6}
@@ -531,7 +531,7 @@ def test_moments_that_meet_converge_where_those_that_stay_local_oscillate():
 
 @every_framework
 @pytest.mark.parametrize("at", [0, 8, 11])
-def test_what_accompanies_the_weights_meets_with_the_last_fragment(at, framework):
+def test_what_accompanies_the_weights_syncs_with_the_last_fragment(at, framework):
     """In a period of 6 steps with two fragments, it is sent after the sixth step, and is applied two steps later."""
     shapes = {"a": (24, 10), "b": (130,)}
     beside = {"often": 1, "rarely": 2}
@@ -560,7 +560,7 @@ def test_what_accompanies_the_weights_meets_with_the_last_fragment(at, framework
     saved = copy.deepcopy(sim.state_dict())
     steps(sim, now, 16 - at, at)
     equal = {name: [step + 1 for step, (a, b) in enumerate(history) if a[name] == b[name]] for name in beside}
-    # Meetings 1 and 2 are the warm-up, and 3 and 4 are applied two steps after steps 8 and 14.
+    # Syncs 1 and 2 are the warm-up, and 3 and 4 are applied two steps after steps 8 and 14.
     assert equal == {"often": [1, 2, 10, 16], "rarely": [2, 16]}
     other, expected = start(), history[at:]
     other.begin(first)
@@ -664,7 +664,7 @@ def test_rotated_random_parts_of_the_changes_are_those_of_konecny():
     }
     config = {"compressor": method, "memory": "none", "default_rules": False}
     sim = grace.Simulation(3, {"w": (64, 32)}, config, outer={"every": 4, "lr": 4.0})
-    # The ranks go the same way from every meeting, and only the random numbers differ.
+    # The ranks go the same way from every sync, and only the random numbers differ.
     moves = [draw((64, 32), 9) + draw((64, 32), rank) / 2 for rank in range(3)]
     common, runs = np.zeros((64, 32), np.float32), []
     sim.begin({"w": common})
@@ -684,8 +684,8 @@ def test_rotated_random_parts_of_the_changes_are_those_of_konecny():
     assert 25 * sim.stats()["wire_bytes"] < sim.stats()["dense_bytes"]
 
 
-def test_rare_meetings_send_less_and_go_on_with_the_residual():
-    """The co-design of frequency and compression: light at first, then signs of what rare meetings bring."""
+def test_rare_syncs_send_less_and_go_on_with_the_residual():
+    """The co-design of frequency and compression: light at first, then signs of what rare syncs bring."""
     config = {
         "compressor": {"name": "topk", "compress_ratio": 0.25},
         "default_rules": False,
@@ -798,8 +798,8 @@ def test_control_variates_follow_scaffold(framework):
     outer = {"every": 4, "variates": True, "lr": 0.9, "optimizer": "sgd"}
     training = Apart(NONE, outer, framework)
     x, c, own_c = np.zeros(30), np.zeros(30), [np.zeros(30) for _ in range(3)]
-    for meeting in range(6):
-        rates = [0.05 / (1 + meeting)] * 3 + [0.02]
+    for sync in range(6):
+        rates = [0.05 / (1 + sync)] * 3 + [0.02]
         y = [x.copy() for _ in range(3)]
         for lr in rates:
             training.step(lr)
@@ -847,7 +847,7 @@ def test_control_variates_need_learning_rates_and_outer_steps():
 
 
 def test_what_accompanies_weights_needs_outer_steps():
-    with pytest.raises(ConfigError, match="tensor 'u': rounds is the number of meetings"):
+    with pytest.raises(ConfigError, match="tensor 'u': rounds is the number of syncs"):
         grace.Simulation(2, [TensorSpec("w", (3,)), TensorSpec("u", (3,), rounds=1)], NONE)
     with pytest.raises(ConfigError, match=r"does not know the states of an inner optimizer.*rounds=1"):
         grace.Simulation(2, SHAPES, NONE, outer={"every": 2, "state": "average"})
@@ -865,7 +865,7 @@ STOPS |= {f"dense {at}": (DENSE, at) for at in (5, 6, 7, 12)}
 
 @each(framework=FRAMEWORKS, stop=STOPS)
 def test_a_run_goes_on_from_anywhere_in_two_periods(framework, stop):
-    """In mid-period, with a pending exchange, and in the cycles of fragments and of uncompressed meetings."""
+    """In mid-period, with a pending exchange, and in the cycles of fragments and of uncompressed syncs."""
     outer, at = stop
     first, second = (Training(outer, TOPK, framework=framework) for _ in "ab")
     first.step(at)
@@ -880,7 +880,7 @@ def test_a_run_goes_on_from_anywhere_in_two_periods(framework, stop):
 
 
 @pytest.mark.parametrize("at", [5, 6, 12])
-def test_other_ranks_go_on_in_the_cycle_of_uncompressed_meetings(at):
+def test_other_ranks_go_on_in_the_cycle_of_uncompressed_syncs(at):
     first, other = Training(DENSE, TOPK, ranks=2), Training(DENSE, TOPK, ranks=3)
     first.step(at)
     other.sim.load_state_dict(first.sim.state_dict()["ranks"])
@@ -890,7 +890,7 @@ def test_other_ranks_go_on_in_the_cycle_of_uncompressed_meetings(at):
         other.step(2)
         sent.append(other.sim.stats()["wire_bytes"])
     assert sorted(sent)[2] > 3 * sorted(sent)[1]
-    assert "one of 3 meetings uncompressed" in other.sim.report()
+    assert "one of 3 syncs uncompressed" in other.sim.report()
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1), (1, 3)])
@@ -985,7 +985,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_each_third_meeting_is_uncompressed_and_brings_what_is_held_back(fragments):
+def test_each_third_sync_is_uncompressed_and_brings_what_is_held_back(fragments):
     """Here all ranks end with the mean of what they have moved and held back, and hold back nothing more."""
     outer = {"every": 2, "dense_every": 3, "fragments": fragments}
     training = Training(outer, TOPK, ranks=2)
@@ -998,7 +998,7 @@ def test_each_third_meeting_is_uncompressed_and_brings_what_is_held_back(fragmen
         training.step()
         if step * fragments % 2:
             continue
-        meeting, part = divmod(step * fragments // 2 - 1, fragments)
+        sync, part = divmod(step * fragments // 2 - 1, fragments)
         names = parts[part]
         sent.append(training.sim.stats()["wire_bytes"])
         moved = {n: sum(anchors[n] - own[r][n] + held[r][n] for r in range(2)) / 2 for n in names}
@@ -1006,7 +1006,7 @@ def test_each_third_meeting_is_uncompressed_and_brings_what_is_held_back(fragmen
         now = training.values()
         apart = max(abs(now[n] - exact[n]).max() for n in names if exact[n].size > 20)
         left = max(abs(e[n]).max() for e in held_back(training) for n in names if exact[n].size > 20)
-        assert (apart < 1e-6, left == 0) == (meeting % 3 == 2,) * 2, step
+        assert (apart < 1e-6, left == 0) == (sync % 3 == 2,) * 2, step
     assert max(sent) > 3 * min(sent)
 
 
@@ -1072,8 +1072,8 @@ def test_statistics_say_how_far_the_ranks_were_apart():
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_statistics_say_what_share_of_the_time_meetings_take(delay, monkeypatch):
-    """By a clock that goes on by 0.2 s in an inner step, and by 0.05 s in a meeting."""
+def test_statistics_say_what_share_of_the_time_syncs_take(delay, monkeypatch):
+    """By a clock that goes on by 0.2 s in an inner step, and by 0.05 s in a sync."""
     from grace.core.step.step import Step
 
     now, finish = [0.0], Step.finish
@@ -1102,7 +1102,7 @@ def test_statistics_say_what_share_of_the_time_meetings_take(delay, monkeypatch)
     many = Training({"every": 4, "delay": delay}, ranks=4, shapes={"w": (500,)})
     many.step(4 + delay + 4)
     meter = many.sim.outers[0].record.occupied
-    assert (meter.meetings, meter.steps, meter.link_bytes) == (1, 4, 2 * 3 / 4 * many.sim.stats()["wire_bytes"])
+    assert (meter.syncs, meter.steps, meter.link_bytes) == (1, 4, 2 * 3 / 4 * many.sim.stats()["wire_bytes"])
     meter._computing, meter._exchanging = 4 * 0.2, 1.0
     allowed = 4 * 0.2 / 19 + delay * 0.2
     needed = many.sim.stats()["outer"]["needed_bandwidth"]
@@ -1118,7 +1118,7 @@ def test_the_log_says_once_what_network_would_suffice(caplog):
         training.step(8)
     (record,) = caplog.records
     assert re.fullmatch(
-        r"grace: the ranks meet every [\d.e-]+ s, and inner steps take [\d.]+ % of the time\. For 95 %, a link must "
+        r"grace: the ranks sync every [\d.e-]+ s, and inner steps take [\d.]+ % of the time\. For 95 %, a link must "
         r"carry [\d.e+]+ [kMG]?bit/s\.",
         record.getMessage(),
     )
@@ -1202,19 +1202,19 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 20, "reduce": "senders"}, "'reduce' is an option of the communicator: .*'allgather'"),
         ({"every": 20, "clip": "median_norm"}, "a number; received 'median_norm'.*the communicator: .*'senders'"),
         ({"every": 2, "state": "mean"}, "option 'state': expected"),
-        ({"every": 2, "state": {"exp_avg": 0}}, r"state\['exp_avg'\] is the number of meetings"),
+        ({"every": 2, "state": {"exp_avg": 0}}, r"state\['exp_avg'\] is the number of syncs"),
         ({"every": 2, "buffers": "mean"}, "option 'buffers': expected .*average"),
         ({"every": 2, "optimizer_state_policy": "local"}, "'optimizer_state_policy' is 'state' here"),
         ({"every": 2, "participation": 0.0}, "participation is a share of the ranks"),
         ({"every": 2, "weight": [1, 0]}, "each weight must be positive"),
-        ({"every": 2, "weight": [1, 2], "buffers": "first"}, "the first rank may be out of a meeting"),
+        ({"every": 2, "weight": [1, 2], "buffers": "first"}, "the first rank may be out of a sync"),
         ({"every": 2, "fraction_fit": 0.1}, "'fraction_fit' is 'participation' here"),
         ({"every": 2, "adapt": -1.0}, "adapt must be at least 0"),
         ({"every": 2, "adapt": "fast"}, "option 'adapt': expected"),
         ({"every": {4: 2}, "adapt": 0.5}, "changes the periods of the model and needs a number as every"),
         ({"every": 4, "variates": True, "delay": 1}, "variates need ranks of equal weight"),
         ({"every": 4, "variates": True, "optimizer": "elastic"}, "variates need ranks of equal weight"),
-        ({"every": 2, "dense_every": 1}, "dense_every is the number of meetings"),
+        ({"every": 2, "dense_every": 1}, "dense_every is the number of syncs"),
         ({"every": 2, "relevance": 1.0}, "relevance is a share of the elements"),
         ({"every": 2, "relevance": 0.5, "weight": [1, 2]}, "who contributes follows from what a rank has moved"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),

@@ -1,4 +1,4 @@
-"""Ranks that contribute nothing to a step, or to a meeting of outer steps: what they send, and what they keep."""
+"""Ranks that contribute nothing to a step, or to a sync of outer steps: what they send, and what they keep."""
 
 import copy
 
@@ -246,6 +246,6 @@ def test_other_ranks_go_on_with_what_those_inside_have_contributed(after):
         assert each.equal_tensors() == set(SHAPES)
     assert_close(other.values(), training.values(), 1e-5)
     assert all(x.tobytes() == again.values()[name].tobytes() for name, x in other.values().items())
-    # The next meeting is drawn among the ranks that there are now.
+    # The next sync is drawn among the ranks that there are now.
     inside = [other.sim.stats(rank)["outer"]["participates"] for rank in range(after)]
     assert inside.count(True) == -(-after // 2)

@@ -148,7 +148,7 @@ def test_the_table_of_papers_has_them_all():
 
 
 @pytest.mark.parametrize("paper", papers("outer_steps"))
-def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
+def test_ranks_sync_as_the_configuration_of_a_paper_says(paper, tmp_path):
     """A simulation takes what the option `state` finds in an optimizer as tensors."""
     (tmp_path / "grace.toml").write_text(papers("outer_steps")[paper], encoding="utf-8")
     config = make_config(str(tmp_path / "grace.toml"))
@@ -166,8 +166,8 @@ def test_ranks_meet_as_the_configuration_of_a_paper_says(paper, tmp_path):
         met = simulation.stats()["outer"]["rounds"]
         for name, rounds in {"w": 1, **states}.items():
             together = all(np.array_equal(own[name], ranks[0][name]) for own in ranks)
-            meets = simulation.outers[0].state.met == step and met % rounds == 0
-            assert together == (meets and not config.outer.keeps_own), (step, name)
+            syncs = simulation.outers[0].state.synced_at == step and met % rounds == 0
+            assert together == (syncs and not config.outer.keeps_own), (step, name)
 
 
 def run(code, folder, ranks):

@@ -111,7 +111,7 @@ def test_one_and_two_compressions_are_shown_the_smallest_error_first(table):
     assert list(rows).index("`qsgd`") < list(rows).index("`topk`")
 
 
-def test_gradients_updates_and_rare_meetings_are_compared(table):
+def test_gradients_updates_and_rare_syncs_are_compared(table):
     results = [*dense(), *runs("topk", (0.125, 0.125), share=0.02), *runs("topk:outer=update", (0.2, 0.2), share=0.02)]
     rows, _ = table("study-outer mf", results)
     assert list(rows) == ["what the ranks exchange", "---", "gradients", "gradients, `topk`", "updates, `topk`"]

@@ -37,7 +37,7 @@ if library == "grace":
         outer={"every": 5, "lr": 0.7, "momentum": 0.9, "nesterov": True},
     )
     train()
-    meetings = optimizer.grace.stats()["outer"]["rounds"]
+    syncs = optimizer.grace.stats()["outer"]["rounds"]
 else:
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
@@ -59,7 +59,7 @@ else:
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     with DiLoCo(manager, [model], optimizer, outer, sync_every=5):
         train()
-    meetings = manager.current_step()
-torch.save({"model": model.state_dict(), "meetings": meetings}, f"{folder}/{library}{group}.pt")
+    syncs = manager.current_step()
+torch.save({"model": model.state_dict(), "syncs": syncs}, f"{folder}/{library}{group}.pt")
 # The threads of torchft's manager would go on.
 os._exit(0)

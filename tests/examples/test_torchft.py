@@ -32,6 +32,6 @@ def test_both_train_the_same(tmp_path):
         found[library] = [torch.load(tmp_path / f"{library}{group}.pt") for group in range(2)]
     lighthouse.shutdown()
     for theirs, ours in zip(*found.values(), strict=True):
-        assert theirs["meetings"] == ours["meetings"] == 4
+        assert theirs["syncs"] == ours["syncs"] == 4
         for name, x in ours["model"].items():
             assert torch.allclose(theirs["model"][name], x, rtol=0, atol=1e-6), name

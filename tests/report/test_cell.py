@@ -144,7 +144,7 @@ def test_outer_steps_train_a_copy_of_each_rank():
 
 
 def test_a_look_at_the_common_weights_leaves_those_of_the_rank(monkeypatch):
-    """In the middle of a period, the losses are those of the last meeting, and the run goes on."""
+    """In the middle of a period, the losses are those of the last sync, and the run goes on."""
     label = 'none:outer={"every":10}'
     often = train(make(label, steps=20))
     monkeypatch.setattr(module, "POINTS", 2)

@@ -56,7 +56,7 @@ class Pairs(Communicator):
     Formula: g_i = (x_i + x_j) / 2, \quad \{i, j\} \;\text{drawn from seed and step}
 
     No rank waits for more than one other, and the bytes do not grow with the number of ranks. No configuration can name
-    it, because the pairs have different results: outer steps use it if the ranks meet in pairs.
+    it, because the pairs have different results: outer steps use it if the ranks sync in pairs.
     """
 
     any_length: ClassVar[bool] = True

@@ -236,7 +236,7 @@ class Config:
     def stages(self) -> tuple[tuple[int, Config], ...]:
         """Stages of the run: first step (0 for the first stage) and configuration without schedule.
 
-        With `dense_every` of outer steps, they begin again after so many meetings.
+        With `dense_every` of outer steps, they begin again after so many syncs.
         """
         if self.outer is not None and self.outer.dense_every:
             dense = dataclasses.replace(self, method=dense_method(), rules=())

@@ -1,4 +1,4 @@
-"""Outer steps as a user describes them: when the ranks meet, with which tensors, and what they make of it."""
+"""Outer steps as a user describes them: when the ranks sync, with which tensors, and what they make of it."""
 
 from __future__ import annotations
 
@@ -67,30 +67,30 @@ Patterns = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Steps of each rank on its own, and meetings at which the ranks exchange what their weights have moved.
+    """Steps of each rank on its own, and syncs at which the ranks exchange what their weights have moved.
 
-    `optimizer` makes the new weights of the mean change. `every` is the number of inner steps H between two meetings of
-    a tensor, or pairs (s, H): H from inner step s on. `fragments` cuts the tensors into as many parts of about equal
-    size, or names the tensors or modules of each part by shell patterns; the parts take turns and meet every H /
-    fragments steps. `adapt` changes H after each meeting: a number a makes the period after the n-th meeting that
-    follows the warm-up (1 + a n) H steps long, and "loss" makes it sqrt(F / F_0) H steps, F being the mean loss of all
-    ranks in the period before, and F_0 that of the first one; both round up. `delay` is the number of inner steps
-    between sending a change and applying the result, which hides the exchange behind computation. `alpha` is the share
-    of a rank's own weights in the weights after a meeting; 0 takes the common ones. In the first `warmup` steps, all
-    tensors meet after every step and take the plain mean. `state` says what becomes of the states of the inner
-    optimizer: they stay "local", the ranks take their "average", or they are "reset" when their tensor has met; pairs
-    (key, n) average the states of this key at every n-th meeting. `buffers`, the running statistics of a model, become
-    the "average", stay "local", or are those of the "first" rank. `participation` is the share of the ranks, rounded
-    up, that contribute to a meeting; they are drawn each time. `weight` has a number per rank for the mean, such as
-    that of its samples; without it, all are equal. With `variates`, each rank keeps a control variate per tensor, which
-    inner steps subtract from gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD). With
-    `dense_every` = K, every K-th meeting is uncompressed and brings what is held back. With `local_error`, a rank goes
-    on with the common weights less what the compressor has dropped of its change, so that it is in the next one. With
-    `relevance`, a rank contributes to a meeting only if the signs of so many of its changes, as a share, are those of
-    the last mean change. With `pairs`, each rank meets one other, drawn each time; each has weights after a meeting and
-    states of the outer optimizer of its own, and the change is from these to the mean weights of the pair. `clip` is
-    the largest norm of a change that a rank sends, over all tensors that meet at once; 0 is no limit. `noise` times
-    `clip` is the standard deviation of normal noise that a rank adds to each element.
+    `optimizer` makes the new weights of the mean change. `every` is the number of inner steps H between two syncs of a
+    tensor, or pairs (s, H): H from inner step s on. `fragments` cuts the tensors into as many parts of about equal
+    size, or names the tensors or modules of each part by shell patterns; the parts take turns and sync every H /
+    fragments steps. `adapt` changes H after each sync: a number a makes the period after the n-th sync that follows the
+    warm-up (1 + a n) H steps long, and "loss" makes it sqrt(F / F_0) H steps, F being the mean loss of all ranks in the
+    period before, and F_0 that of the first one; both round up. `delay` is the number of inner steps between sending a
+    change and applying the result, which hides the exchange behind computation. `alpha` is the share of a rank's own
+    weights in the weights after a sync; 0 takes the common ones. In the first `warmup` steps, all tensors sync after
+    every step and take the plain mean. `state` says what becomes of the states of the inner optimizer: they stay
+    "local", the ranks take their "average", or they are "reset" when their tensor syncs; pairs (key, n) average the
+    states of this key at every n-th sync. `buffers`, the running statistics of a model, become the "average", stay
+    "local", or are those of the "first" rank. `participation` is the share of the ranks, rounded up, that contribute to
+    a sync; they are drawn each time. `weight` has a number per rank for the mean, such as that of its samples; without
+    it, all are equal. With `variates`, each rank keeps a control variate per tensor, which inner steps subtract from
+    gradients: how far the mean gradient of this rank was from that of all (SCAFFOLD). With `dense_every` = K, every
+    K-th sync is uncompressed and brings what is held back. With `local_error`, a rank goes on with the common weights
+    less what the compressor has dropped of its change, so that it is in the next one. With `relevance`, a rank
+    contributes to a sync only if the signs of so many of its changes, as a share, are those of the last mean change.
+    With `pairs`, each rank syncs with one other, drawn each time; each has weights after a sync and states of the outer
+    optimizer of its own, and the change is from these to the mean weights of the pair. `clip` is the largest norm of a
+    change that a rank sends, over all tensors that sync at once; 0 is no limit. `noise` times `clip` is the standard
+    deviation of normal noise that a rank adds to each element.
 
     Raises ConfigError for numbers that do not divide, because rounding them would train something else.
     """
@@ -121,7 +121,7 @@ class OuterSteps:
             )
         if self.dense_every < 0 or self.dense_every == 1:
             raise ConfigError(
-                "outer: dense_every is the number of meetings from one without compression to the next, at least 2, or "
+                "outer: dense_every is the number of syncs from one without compression to the next, at least 2, or "
                 f"0 for none; received {self.dense_every!r}."
             )
         for name in ("delay", "warmup"):
@@ -134,7 +134,7 @@ class OuterSteps:
         for key, rounds in () if isinstance(self.state, str) else self.state:
             if rounds < 1:
                 raise ConfigError(
-                    f"outer: state['{key}'] is the number of meetings between two means of this state, at least 1; "
+                    f"outer: state['{key}'] is the number of syncs between two means of this state, at least 1; "
                     f"received {rounds!r}."
                 )
         self._check_shares()
@@ -155,23 +155,23 @@ class OuterSteps:
         others = self.delay or self.count > 1 or self.participation < 1 or self.weight or self.variates
         if self.relevance and others:
             raise ConfigError(
-                f"outer: with relevance = {self.relevance:g}, the whole model meets at once, and who contributes "
+                f"outer: with relevance = {self.relevance:g}, the whole model syncs at once, and who contributes "
                 "follows from what a rank has moved; leave delay, fragments, participation, weight and variates out."
             )
         if self.variates and (self.delay or self.keeps_own or self.weight):
             raise ConfigError(
-                "outer: variates need ranks of equal weight, which go on with equal weights at once after a meeting; "
+                "outer: variates need ranks of equal weight, which go on with equal weights at once after a sync; "
                 "leave variates out, or alpha, delay, weight, local_error, pairs and optimizer = 'elastic', received "
                 f"{self}."
             )
         if self.variates and self.participation < 1 and self.dense_every:
             raise ConfigError(
-                "outer: where a part of the ranks contributes, control variates go with one method in all meetings, "
+                "outer: where a part of the ranks contributes, control variates go with one method in all syncs, "
                 f"received dense_every = {self.dense_every}; leave it out, or participation, or variates."
             )
         if self.local_error and (self.delay or self.alpha or not self.optimizer.agrees or not self.is_plain_mean):
             raise ConfigError(
-                "outer: local_error needs meetings of all ranks with equal weights, after which they go on with the "
+                "outer: local_error needs syncs of all ranks with equal weights, after which they go on with the "
                 "common weights and an error of their own at once; leave local_error out, or alpha, delay, "
                 f"participation, weight, relevance and optimizer = 'elastic', received {self}."
             )
@@ -189,7 +189,7 @@ class OuterSteps:
             )
         if self.buffers == "first" and not self.is_plain_mean:
             raise ConfigError(
-                "outer: the first rank may be out of a meeting, or have a weight of its own; set buffers = 'average' "
+                "outer: the first rank may be out of a sync, or have a weight of its own; set buffers = 'average' "
                 "or 'local' with participation and weight."
             )
 
@@ -234,14 +234,14 @@ class OuterSteps:
                 raise ConfigError(f"outer: every must be at least 1 inner step, received {every!r}.")
             if every % self.count:
                 raise ConfigError(
-                    f"outer: every = {every} is no multiple of {self.count} fragments, so they cannot meet equally "
+                    f"outer: every = {every} is no multiple of {self.count} fragments, so they cannot sync equally "
                     f"often; set every = {every - every % self.count or self.count} or "
                     f"{every - every % self.count + self.count}."
                 )
             if self.delay >= every // self.count:
                 raise ConfigError(
                     f"outer: delay = {self.delay} must be less than every / fragments = {every // self.count}, or a "
-                    "meeting would begin before the last one is over."
+                    "sync would begin before the last one is over."
                 )
         for (start, every), (end, _) in itertools.pairwise(phases):
             if (end - start) % every:
@@ -260,12 +260,12 @@ class OuterSteps:
         """First inner step and period of each phase after the warm-up."""
         return [(self.warmup, self.every)] if isinstance(self.every, int) else list(self.every)
 
-    def period(self, met: int, rounds: int, ratio: float = 1.0) -> int:
-        """Return the number of inner steps to the next meeting, if all tensors meet at once.
+    def period(self, synced_at: int, rounds: int, ratio: float = 1.0) -> int:
+        """Return the number of inner steps to the next sync, if all tensors sync at once.
 
-        `met` is the inner step of the last of `rounds` meetings, and `ratio` F / F_0 of the last period.
+        `synced_at` is the inner step of the last of `rounds` syncs, and `ratio` F / F_0 of the last period.
         """
-        if met < self.warmup:
+        if synced_at < self.warmup:
             return 1
         every = self.phases[-1][1]
         if self.adapt == "loss":
@@ -273,11 +273,11 @@ class OuterSteps:
         # Rounding errors must make no period longer.
         return math.ceil((1 + self.adapt * (rounds - self.warmup)) * every - 1e-9)
 
-    def meetings(self, step: int) -> Sequence[int]:
+    def fragments_sent(self, step: int) -> Sequence[int]:
         """Return the fragments whose changes are sent after inner step `step`, without `adapt`; the first step is 1."""
-        return [fragment for fragment in range(self.count) if self.meets(step, fragment)]
+        return [fragment for fragment in range(self.count) if self.sends(step, fragment)]
 
-    def meets(self, step: Any, fragment: int = 0) -> Any:
+    def sends(self, step: Any, fragment: int = 0) -> Any:
         """Return whether a fragment's changes are sent after inner step `step`, without `adapt`.
 
         In a graph, the step is a 0-d array.
@@ -290,13 +290,13 @@ class OuterSteps:
         return found
 
     def applies(self, step: Any, fragment: int = 0) -> Any:
-        """Return whether a fragment's changes are applied after inner step `step`, without `adapt`; as `meets`."""
+        """Return whether a fragment's changes are applied after inner step `step`, without `adapt`; as `sends`."""
         sent = step - self.delay
-        return (step <= self.warmup) | ((sent > self.warmup) & self.meets(sent, fragment))
+        return (step <= self.warmup) | ((sent > self.warmup) & self.sends(sent, fragment))
 
     @property
     def keeps_own(self) -> bool:
-        """True if ranks go on with weights of their own after a meeting."""
+        """True if ranks go on with weights of their own after a sync."""
         return bool(self.alpha) or self.local_error or self.pairs or not self.optimizer.agrees
 
     @property
@@ -306,13 +306,13 @@ class OuterSteps:
 
     @property
     def is_plain_mean(self) -> bool:
-        """True if all ranks contribute to all meetings, with equal weights."""
+        """True if all ranks contribute to all syncs, with equal weights."""
         return self.participation == 1 and not self.weight and not self.relevance
 
     def factors(self, step: int, rounds: int, size: int, seed: int) -> list[float]:
-        """Return the factor on what each rank contributes to the plain mean of a meeting; 0 for those that are out.
+        """Return the factor on what each rank contributes to the plain mean of a sync; 0 for those that are out.
 
-        `step` is the inner step that it follows, and `rounds` the number of meetings before it.
+        `step` is the inner step that it follows, and `rounds` the number of syncs before it.
         """
         if self.is_plain_mean or step <= self.warmup:
             return [1.0] * size
@@ -323,9 +323,9 @@ class OuterSteps:
         return [weight[r] * size / total if r in inside else 0.0 for r in range(size)]
 
     def number(self, step: int, rounds: int) -> int:
-        """Return the number of the meeting of the last fragment after inner step `step`, from 1 on.
+        """Return the number of the sync of the last fragment after inner step `step`, from 1 on.
 
-        `rounds` is the number of meetings of any fragment before it.
+        `rounds` is the number of syncs of any fragment before it.
         """
         if step <= self.warmup:
             return rounds + 1
@@ -336,11 +336,11 @@ class OuterSteps:
         return 0 if step <= self.warmup else self.delay
 
     def is_exact(self, step: int) -> bool:
-        """Return whether what meets after inner step `step` takes the common weights at once, and nothing else."""
+        """Return whether what syncs after inner step `step` takes the common weights at once, and nothing else."""
         return not self.local_error and (step <= self.warmup or not (self.delay or self.keeps_own))
 
     def mixed(self, ops: ArrayOps, anchor: Array, new: Array, own: Array) -> Array:
-        """Return the weights of a rank after a meeting, if it keeps weights of its own."""
+        """Return the weights of a rank after a sync, if it keeps weights of its own."""
         if not self.optimizer.agrees:
             new = self.optimizer.own(ops, anchor, new, own)
         return ops.weighted_sum(own, self.alpha, new, 1 - self.alpha) if self.alpha else new
@@ -389,7 +389,7 @@ class OuterSteps:
         if self.adapt == "loss":
             parts.append("periods follow the square root of the loss")
         elif self.adapt:
-            parts.append(f"periods grow by {self.adapt:g} of the first after each meeting")
+            parts.append(f"periods grow by {self.adapt:g} of the first after each sync")
         if self.warmup:
             parts.append(f"mean after every step in the first {self.warmup}")
         if self.count > 1:
@@ -399,7 +399,7 @@ class OuterSteps:
         if self.alpha:
             parts.append(f"{self.alpha:g} of the rank's own weights kept")
         if not isinstance(self.state, str):
-            parts += [f"mean of the states {key} every {n} meetings" for key, n in self.state]
+            parts += [f"mean of the states {key} every {n} syncs" for key, n in self.state]
         elif self.state != "local":
             parts.append(f"states: {self.state}")
         if self.variates:
@@ -415,7 +415,7 @@ class OuterSteps:
         if self.relevance:
             parts.append(f"sent if {self.relevance:g} of the signs are those of the last change")
         if self.dense_every:
-            parts.append(f"one of {self.dense_every} meetings uncompressed")
+            parts.append(f"one of {self.dense_every} syncs uncompressed")
         if self.participation < 1:
             parts.append(f"{self.participation:g} of the ranks contribute")
         if self.weight:
@@ -517,7 +517,7 @@ def _phases(every: Any) -> Any:
             f"{every!r}."
         )
     made = sorted((int(step), period) for step, period in every.items())
-    # Before the first step that it names, the ranks meet after every step.
+    # Before the first step that it names, the ranks sync after every step.
     return tuple(made) if made[0][0] == 0 else ((0, 1), *made)
 
 

@@ -13,7 +13,7 @@ from grace.core.observe.log import logger
 from grace.core.plan.plan import Plan
 
 
-def _check_meetings(outer: OuterSteps | None, where: str) -> None:
+def _check_syncs(outer: OuterSteps | None, where: str) -> None:
     """Raise ConfigError for outer steps that cannot go on with other ranks."""
     if outer is not None and (outer.weight or outer.pairs):
         raise ConfigError(
@@ -28,10 +28,10 @@ def _check_meetings(outer: OuterSteps | None, where: str) -> None:
 
 
 def stays(steps: int, now: int, *, keeps: bool) -> bool:
-    """Return whether a rank keeps the weights and states that are its own between two meetings.
+    """Return whether a rank keeps the weights and states that are its own between two syncs.
 
     It does if it stays among the others and has taken as many steps as the first rank, from which all others take them.
-    Steps that are missing could be those of a meeting.
+    Steps that are missing could be those of a sync.
     """
     return keeps and steps == now > 0
 
@@ -65,7 +65,7 @@ class Membership:
         self._exchange, self._plans, self._where = exchange, plans, where
         # The number of ranks among which this one was last; None if it is new.
         self._before: int | None = None
-        _check_meetings(exchange.config.outer, where)
+        _check_syncs(exchange.config.outer, where)
         self._check_plans()
         exchange.synchronized = True
 

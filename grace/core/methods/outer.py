@@ -1,4 +1,4 @@
-"""Base class of outer optimizers, which make new weights of what all ranks have moved since their last meeting."""
+"""Base class of outer optimizers, which make new weights of what all ranks have moved since their last sync."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class OuterOptimizer(ABC):
     agrees: ClassVar[bool] = True
 
     def init(self, ops: ArrayOps, weights: Array) -> State:
-        """Return the state before the first meeting (default: none)."""
+        """Return the state before the first sync (default: none)."""
         return {}
 
     @abstractmethod
     def step(self, ops: ArrayOps, anchor: Array, change: Array, state: State) -> tuple[Array, State]:
-        """Return the weights after a meeting and the new state.
+        """Return the weights after a sync and the new state.
 
-        `anchor` has the weights after the last meeting, and `change` the mean over the ranks of (anchor - weights now),
-        so that anchor - change is the mean of the weights.
+        `anchor` has the weights after the last sync, and `change` the mean over the ranks of (anchor - weights now), so
+        that anchor - change is the mean of the weights.
         """
 
     def own(self, ops: ArrayOps, anchor: Array, new: Array, weights: Array) -> Array:

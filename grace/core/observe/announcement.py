@@ -29,21 +29,21 @@ def announce(
     """Say in one line what a rank sends from now on; `report` is the call that lists it.
 
     `stages` are the plans of a schedule, each with its first step, and `step` is the next step of a run that goes on.
-    With outer steps, both count meetings, and the line says when the ranks meet.
-    The line goes to the logger `grace` with the level INFO. If nothing has set up logging, it goes to stderr, as
-    warnings do. The report is logged with the level DEBUG.
+    With outer steps, both count syncs, and the line says when the ranks sync. The line goes to the logger `grace` with
+    the level INFO. If nothing has set up logging, it goes to stderr, as warnings do. The report is logged with the
+    level DEBUG.
     """
     import logging
 
     number = max(i for i, (first, plan) in enumerate(stages) if first <= (step or 0) and not (i and plan.cycle))
     plan = stages[number][1]
-    counted = "step" if outer is None else "meeting"
+    counted = "step" if outer is None else "sync"
     began = "" if step is None else f"from {counted} {step}, "
     last = number + 1 == len(stages) or plan.cycle
     ends = "" if last else f"until {counted} {stages[number + 1][0]}, "
-    meetings = "" if outer is None else f" Outer steps: {outer}."
+    schedule = "" if outer is None else f" Outer steps: {outer}."
     period = counted if outer is None or outer.count == 1 else "period"
-    say(f"grace: {began}{ends}{summary(plan, ranks, period)}{meetings} {report} lists them.")
+    say(f"grace: {began}{ends}{summary(plan, ranks, period)}{schedule} {report} lists them.")
     log = logger()
     if log.hasHandlers() and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", plan.report())
@@ -64,16 +64,16 @@ def say(text: str) -> None:
 
 
 def tell_need(seconds: float, utilisation: float, needed: float) -> None:
-    """Say in one line what share of the time meetings leave to inner steps, and the link that leaves 95 %.
+    """Say in one line what share of the time syncs leave to inner steps, and the link that leaves 95 %.
 
-    `seconds` are those from one meeting to the next, and `needed` the bits per second of that link.
+    `seconds` are those from one sync to the next, and `needed` the bits per second of that link.
     """
     size, unit = needed, "bit/s"
     for larger in ("kbit/s", "Mbit/s", "Gbit/s"):
         if size >= 999.5:
             size, unit = size / 1000, larger
     say(
-        f"grace: the ranks meet every {seconds:.3g} s, and inner steps take {100 * utilisation:.1f} % of the time. For "
+        f"grace: the ranks sync every {seconds:.3g} s, and inner steps take {100 * utilisation:.1f} % of the time. For "
         f"95 %, a link must carry {size:.3g} {unit}."
     )
 

@@ -12,12 +12,12 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.optim.adam import Adam
 from grace.core.spec import Array, State
 
-#: The steps between two meetings, by the number of steps since the freeze.
+#: The steps between two syncs, by the number of steps since the freeze.
 EVERY: Mapping[int, int] = {32_768: 2, 65_536: 4, 98_304: 8, 131_072: 16}
 
 
 class Schedule:
-    """The steps of 0/1 Adam whose gradients the second moment takes, and those at which the ranks meet.
+    """The steps of 0/1 Adam whose gradients the second moment takes, and those at which the ranks sync.
 
     Steps count from 1; in a graph, they are 0-d arrays. Raises ConfigError for numbers that cannot work.
     """
@@ -39,9 +39,9 @@ class Schedule:
         """Return the step of the gradient after that of `step`, which is the `learnt`-th one in the second moment."""
         return step + 2 ** (learnt // self._scaler)
 
-    def meets(self, step: Any) -> Any:
-        """Return whether the ranks meet after a step: after each one until the freeze, and then now and then."""
-        return (step <= self._freeze_step) | self._outer.meets(step - self._freeze_step)
+    def syncs(self, step: Any) -> Any:
+        """Return whether the ranks sync after a step: after each one until the freeze, and less often after it."""
+        return (step <= self._freeze_step) | self._outer.sends(step - self._freeze_step)
 
     def to_config(self) -> dict[str, Any]:
         """Return the arguments of an optimizer that set it, JSON-able."""
@@ -55,7 +55,7 @@ class ZeroOneAdam(Adam):
     Formula: m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad u \leftarrow u + \eta m, \quad
     w \leftarrow w - \eta \, m / (\sqrt{\hat v} + \epsilon)
 
-    and at a meeting, with a the weights after the last one, and the sums over the steps since then:
+    and at a sync, with a the weights after the last one, and the sums over the steps since then:
     m \leftarrow \bar u / \sum \eta, \quad w \leftarrow a - \bar u / (\sqrt{\hat v} + \epsilon), \quad u \leftarrow 0
 
     eta is the learning rate divided by 1 - beta1^t. v takes the mean gradients of some steps only, and v-hat is divided
@@ -90,7 +90,7 @@ class ZeroOneAdam(Adam):
         return {**state, "exp_avg": momentum, "moved": ops.weighted_sum(state["moved"], 1, momentum, rate)}
 
     def sent(self, ops: ArrayOps, state: State, learnt: int) -> Array:
-        """Return what this rank sends at a meeting: u, and if it is `scaled`, what the weights have moved by it."""
+        """Return what this rank sends at a sync: u, and if it is `scaled`, what the weights have moved by it."""
         if not self.scaled:
             return state["moved"]
         return state["moved"] * self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
@@ -98,7 +98,7 @@ class ZeroOneAdam(Adam):
     def alone(
         self, ops: ArrayOps, weights: Array, state: State, lr: float, rate: float, learnt: int
     ) -> tuple[Array, State]:
-        """Return the weights and the state between two meetings; `anchor` has the weights after the last one."""
+        """Return the weights and the state between two syncs; `anchor` has the weights after the last one."""
         # A copy, because the framework may write the new weights over the old ones.
         anchor = state["anchor"] if "anchor" in state else ops.copy(weights)
         scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
@@ -107,12 +107,12 @@ class ZeroOneAdam(Adam):
         shrunk = anchor * ops.cast(share, ops.dtype(anchor)) if self._shrinks else anchor
         return new, {**state, "anchor": shrunk}
 
-    def meet(
+    def sync(
         self, ops: ArrayOps, weights: Array, merged: Array, state: State, lr: float, share: float, learnt: int
     ) -> tuple[Array, State]:
-        """Return the weights and the state after a meeting; `merged` is the mean of `sent`.
+        """Return the weights and the state after a sync; `merged` is the mean of `sent`.
 
-        `share` is 1 / (the sum of eta since the last meeting), and 0 if that is.
+        `share` is 1 / (the sum of eta since the last sync), and 0 if that is.
         """
         rest = {key: x for key, x in state.items() if key != "anchor"}
         anchor = state.get("anchor", weights)

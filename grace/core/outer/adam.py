@@ -19,9 +19,9 @@ class Adam(OuterOptimizer):
     Formula: m \leftarrow \beta_1 m + (1 - \beta_1) \bar d, \quad v \leftarrow \beta_2 v + (1 - \beta_2) \bar d^2, \quad
     w = a - \eta \, m / (\sqrt v + \epsilon)
 
-    a are the weights after the last meeting, d the mean of a - w over the ranks, eta is `lr` and epsilon is `eps`,
-    which the paper calls tau. As there, the first moments are not corrected for their start at zero. It takes two
-    buffers of the weights' size.
+    a are the weights after the last sync, d the mean of a - w over the ranks, eta is `lr` and epsilon is `eps`, which
+    the paper calls tau. As there, the first moments are not corrected for their start at zero. It takes two buffers of
+    the weights' size.
 
     Reference: Reddi et al., "Adaptive federated optimization", ICLR 2021, Algorithm 2 (FedAdam).
     """

@@ -17,7 +17,7 @@ class Average(OuterOptimizer):
 
     Formula: w = a - \bar d, \quad \bar d = \mathrm{mean}_r(a - w_r)
 
-    a are the weights after the last meeting. It keeps nothing.
+    a are the weights after the last sync. It keeps nothing.
 
     Reference: Stich, "Local SGD converges fast and communicates little", ICLR 2019, Algorithm 1; McMahan et al.,
     "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017.

@@ -19,10 +19,10 @@ class SGD(OuterOptimizer):
     Formula: m \leftarrow \mu m + \bar d, \quad w = a - \eta \, m \quad \text{or} \quad w = a - \eta (\bar d + \mu m)
     \text{ with Nesterov's momentum}
 
-    a are the weights after the last meeting, d the mean of a - w over the ranks, eta is `lr` and mu is `momentum`.
-    With lr 1 and momentum 0, it is the mean of the weights. Momentum takes one buffer of the weights' size. DiLoCo has
-    lr 0.7, momentum 0.9 and Nesterov's form. SlowMo, blockwise model-update filtering (BMUF) and FedAvgM are this
-    recursion under other names, for a constant inner learning rate.
+    a are the weights after the last sync, d the mean of a - w over the ranks, eta is `lr` and mu is `momentum`. With lr
+    1 and momentum 0, it is the mean of the weights. Momentum takes one buffer of the weights' size. DiLoCo has lr 0.7,
+    momentum 0.9 and Nesterov's form. SlowMo, blockwise model-update filtering (BMUF) and FedAvgM are this recursion
+    under other names, for a constant inner learning rate.
 
     Reference: Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023; Wang et al.,
     "SlowMo: improving communication-efficient distributed SGD with slow momentum", ICLR 2020; Chen and Huo, "Scalable

@@ -220,9 +220,9 @@ class Exchange:
     def stats(self) -> dict[str, Any]:
         """Return bytes, times, relative errors and residual norms of the last step.
 
-        `grace.core.state.run.Run.stats` describes the keys. With outer steps, the last step is the last meeting, and
-        the key `outer` has what `grace.core.session.record.Record.stats` describes. With the compressor "auto", the
-        key `auto` has the choice (`compressor`), `why`, `since` which step, `step_seconds` of the candidates that were
+        `grace.core.state.run.Run.stats` describes the keys. With outer steps, the last step is the last sync, and the
+        key `outer` has what `grace.core.session.record.Record.stats` describes. With the compressor "auto", the key
+        `auto` has the choice (`compressor`), `why`, `since` which step, `step_seconds` of the candidates that were
         measured, and the `link`.
         """
         return self._stats(self.run)
@@ -317,7 +317,7 @@ class Exchange:
             self.advisor.end()
 
     def common_weights(self) -> dict[str, Array]:
-        """Return copies of the weights that all ranks have in common with outer steps: those of the last meeting.
+        """Return copies of the weights that all ranks have in common with outer steps: those of the last sync.
 
         With `alpha` or the outer optimizer `elastic`, each rank trains on weights of its own, and these are the model
         in the end. With `pairs`, they are those of this rank. Raises StepError without outer steps, and before they
@@ -371,8 +371,8 @@ class Exchange:
     def _digests(self, run: Run, weights: Mapping[str, Array]) -> dict[str, int]:
         """Return digests of weights and of a run's shared states."""
         outer = self.outer_of(run)
-        met = {} if outer is None else outer.equal_arrays
-        return {name: self._digest(x) for name, x in {**weights, **run.shared_states, **met}.items()}
+        equal = {} if outer is None else outer.equal_arrays
+        return {name: self._digest(x) for name, x in {**weights, **run.shared_states, **equal}.items()}
 
     @property
     def track_norms(self) -> bool:
@@ -430,18 +430,18 @@ class Exchange:
         outer = self.outer_of(run)
         if not isinstance(state, list):
             check_saved(state)
-            met = self._outer_state(outer, [state], 0)
+            outer_state = self._outer_state(outer, [state], 0)
             exact = run.load_state_dict(state, self._place, self._plans_carrying)
             notice = "" if exact else self._of_another_rank(state, rank)
         else:
             states = in_rank_order(state)
-            met = self._outer_state(outer, states, max(rank, 0) if len(states) == self.size else None)
+            outer_state = self._outer_state(outer, states, max(rank, 0) if len(states) == self.size else None)
             if len(states) == self.size:
                 exact, notice = run.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
             else:
                 exact, notice = False, self._of_other_ranks(len(states), self._merge(run, states))
         if outer is not None:
-            outer.restore(met)
+            outer.restore(outer_state)
         return exact, notice
 
     @contextmanager

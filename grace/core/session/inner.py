@@ -1,4 +1,4 @@
-"""`InnerSteps`: the steps of an optimizer on its own rank, and the meetings between them, in every eager framework."""
+"""`InnerSteps`: the steps of an optimizer on its own rank, and the syncs between them, in every eager framework."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InnerOptimizer(Protocol):
         """Forget what the optimizer keeps of a parameter."""
 
     def buffers(self) -> Mapping[str, Array]:
-        """Return the buffers of the model that can meet, by their names."""
+        """Return the buffers of the model that can sync, by their names."""
 
     def spec(self, name: str, x: Array) -> TensorSpec:
         """Return the spec of an array."""
@@ -57,16 +57,16 @@ class InnerOptimizer(Protocol):
 
 
 class InnerSteps:
-    """The inner steps of an optimizer, and the meetings at which its weights, states and buffers become common.
+    """The inner steps of an optimizer, and the syncs at which its weights, states and buffers become common.
 
-    `specs` has the states and buffers that meet. A front end calls `begin` once the run is there, and `before`, `ready`
-    and `after` in each inner step. Raises ConfigError for an optimizer or states of it that cannot meet.
+    `specs` has the states and buffers that sync. A front end calls `begin` once the run is there, and `before`, `ready`
+    and `after` in each inner step. Raises ConfigError for an optimizer or states of it that cannot sync.
     """
 
     def __init__(self, outer: OuterSteps, inner: InnerOptimizer, transport: Transport, where: str) -> None:
         check_inner(outer, inner.used, where)
         self._outer, self._inner, self._transport = outer, inner, transport
-        # The parameter and the key of each state that meets, by the name that the state has in the run.
+        # The parameter and the key of each state that syncs, by the name that the state has in the run.
         self._states: dict[str, tuple[str, str]] = {}
         self.specs: list[TensorSpec] = []
         if outer.state not in ("local", "reset"):
@@ -105,29 +105,29 @@ class InnerSteps:
                 self._inner.write(gradients[name], new)
 
     def after(self) -> None:
-        """Count an inner step, and let meet what is due."""
+        """Count an inner step, and sync what is due."""
         inner, outer, run = self._inner, self._outer, self.run
         with self._rollback.attempt():
-            if run.meets_next:
+            if run.syncs_next:
                 self._rollback.keep()
             arrays = self._sent()
             run.send(arrays, inner.resting(), inner.rates() if outer.variates else None)
             if not run.is_due:
                 return
             self._comparisons.finish()
-            met = run.receive(arrays)
-            self._write(met)
+            new = run.receive(arrays)
+            self._write(new)
             for name in inner.weights() if outer.state == "reset" else ():
-                if name in met:
+                if name in new:
                     inner.restart(name)
             self._rollback.release()
 
     def forget(self) -> None:
-        """Return to the weights after the last meeting of each parameter, and to the inner step of the last one."""
+        """Return to the weights after the last sync of each parameter, and to the inner step of the last one."""
         self._write(self.run.drop())
 
     def _present(self) -> dict[str, Array]:
-        """Return all that meets and exists now."""
+        """Return all that syncs and exists now."""
         found, buffers = dict(self._inner.weights()), self._inner.buffers()
         for name, (parameter, key) in self._states.items():
             x = self._inner.states(parameter).get(key)
@@ -136,15 +136,15 @@ class InnerSteps:
         return found | {name: buffers[name] for name in self._buffers}
 
     def _sent(self) -> dict[str, Array]:
-        """Return what this rank hands to a meeting; zeros for a parameter that has had no gradient yet."""
+        """Return what this rank hands to a sync; zeros for a parameter that has had no gradient yet."""
         found, first = self._present(), self._transport.rank == 0
         if self._outer.buffers == "first":
             # A mean that only the first rank contributes to is the buffer of the first rank.
             found |= {name: found[name] * (self._transport.size * first) for name in self._buffers}
         return {name: self.run.zeros(name) for name in self._states if name not in found} | found
 
-    def _write(self, met: Mapping[str, Array]) -> None:
+    def _write(self, new: Mapping[str, Array]) -> None:
         present = self._present()
-        for name, new in met.items():
+        for name, x in new.items():
             if name in present:
-                self._inner.write(present[name], new)
+                self._inner.write(present[name], x)

@@ -1,9 +1,9 @@
-"""`OuterRun`: the meetings of a run whose ranks step on their own, and the weights at the last of them.
+"""`OuterRun`: the syncs of a run whose ranks step on their own, and the weights at the last of them.
 
-Between two meetings, every rank trains on its own. At a meeting, it sends d = (weights after the last meeting - weights
-now) by an ordinary step of its run, so that every method and its states apply: the residual is in units of the weights.
-The outer optimizer makes the new weights of the mean of all d. Momentum of the inner optimizer stays local. With the
-mean of the weights and a compressor, this is Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
+Between two syncs, every rank trains on its own. At a sync, it sends d = (weights after the last sync - weights now) by
+an ordinary step of its run, so that every method and its states apply: the residual is in units of the weights. The
+outer optimizer makes the new weights of the mean of all d. Momentum of the inner optimizer stays local. With the mean
+of the weights and a compressor, this is Basu et al., "Qsparse-local-SGD", NeurIPS 2019, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import (
+from grace.core.session.outer_formulas import (
     agreeing,
     corrected,
     in_part,
-    meet,
+    outer_update,
     products,
     varied,
     varied_in_part,
@@ -49,7 +49,7 @@ NO_RATES: Mapping[str, float] = {}
 class PendingSync(NamedTuple):
     """Exchange whose result is not applied yet: the inner step after which d was sent, and d by tensor, if not frozen.
 
-    Who takes part follows from the number of the meeting, which is that of the next one to be applied. `settled` says
+    Who takes part follows from the number of the sync, which is that of the next one to be applied. `settled` says
     that the ranks of an earlier run have drawn it: now all take part, with what those had contributed. Where relevance
     decides, `takes_part` says whether this rank does; such an exchange is applied in the same step.
     """
@@ -61,7 +61,7 @@ class PendingSync(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Losses of this rank since the last meeting: their sum and number. `first` and `last` are means of all ranks."""
+    """Losses of this rank since the last sync: their sum and number. `first` and `last` are means of all ranks."""
 
     total: float = 0.0
     number: float = 0
@@ -72,16 +72,16 @@ class Losses(NamedTuple):
 class OuterState(NamedTuple):
     """Everything that outer steps keep, as one value; no array in it is ever changed.
 
-    `steps` counts the inner steps, and `met` is their number at the last meeting. `anchors` has the flat weights after
-    the last meeting of each tensor, in their own dtype, and `kept` the states of the outer optimizer. `losses` are of
-    the first and the last period before a meeting, if periods follow them, and of this one. `variates` has the flat
-    control variates, and `rates` the sums of learning rates since the last meeting of each tensor. `server` has the
-    flat means of what is subtracted from the gradients of all ranks, if only a part of them contributes. `last` has the
-    flat mean changes of the last meeting, if they decide who contributes to the next one.
+    `steps` counts the inner steps, and `synced_at` is their number at the last sync. `anchors` has the flat weights
+    after the last sync of each tensor, in their own dtype, and `kept` the states of the outer optimizer. `losses` are
+    of the first and the last period before a sync, if periods follow them, and of this one. `variates` has the flat
+    control variates, and `rates` the sums of learning rates since the last sync of each tensor. `server` has the flat
+    means of what is subtracted from the gradients of all ranks, if only a part of them contributes. `last` has the flat
+    mean changes of the last sync, if they decide who contributes to the next one.
     """
 
     steps: int
-    met: int
+    synced_at: int
     rounds: int
     anchors: Mapping[str, Array]
     kept: Mapping[str, State]
@@ -94,7 +94,7 @@ class OuterState(NamedTuple):
 
 
 class OuterOutcome(NamedTuple):
-    """Result of a meeting, before it is committed: flat weights by tensor, the new state, the outcomes by module."""
+    """Result of a sync, before it is committed: flat weights by tensor, the new state, the outcomes by module."""
 
     weights: dict[str, Array]
     state: OuterState
@@ -147,9 +147,9 @@ class OuterRun:
         return self._state
 
     @property
-    def meets_next(self) -> bool:
-        """True if tensors meet after the next inner step."""
-        return bool(self._meetings(self.state.steps + 1))
+    def syncs_next(self) -> bool:
+        """True if tensors sync after the next inner step."""
+        return bool(self._fragments_sent(self.state.steps + 1))
 
     def begin(self, weights: Mapping[str, Array]) -> None:
         """Start with these weights, equal on all ranks; earlier steps are forgotten.
@@ -168,7 +168,7 @@ class OuterRun:
         self._state, self._started, self._asked = state, False, None
 
     def before(self, weights: Mapping[str, Array]) -> None:
-        """Read the weights again where they are those of the last meeting, before an inner step.
+        """Read the weights again where they are those of the last sync, before an inner step.
 
         They may have been loaded or broadcast since.
         """
@@ -185,7 +185,7 @@ class OuterRun:
         resting: Collection[str] = (),
         lr: float | Mapping[str, float] | None = None,
     ) -> None:
-        """Count an inner step, and start the exchange of the tensors that meet after it.
+        """Count an inner step, and start the exchange of the tensors that sync after it.
 
         `resting` names tensors that train on no rank: they keep their weights and states. `lr` is the learning rate of
         the step, or that of each tensor, which control variates need.
@@ -197,7 +197,7 @@ class OuterRun:
         step = state.steps + 1
         self.poll()
         pending = state.pending
-        if self._meetings(step):
+        if self._fragments_sent(step):
             changes = {
                 name: self._sent_of(name, weights, self._memory(module, name), rates.get(name, 0.0))
                 for module in self._modules(step)
@@ -210,7 +210,7 @@ class OuterRun:
             pending, self._started = PendingSync(step, changes | self._loss(), takes_part=takes_part), False
         self._state = state._replace(steps=step, pending=pending, rates=rates)
         self.poll()
-        self.record.stepped()
+        self.record.note_step()
 
     def note_loss(self, loss: float) -> None:
         """Note the loss of an inner step of this rank; see `Exchange.note_loss`."""
@@ -240,7 +240,7 @@ class OuterRun:
         return made
 
     def _takes_part(self, step: int, changes: Mapping[str, Array]) -> bool | None:
-        """Return whether this rank contributes to a meeting; None if its relevance does not decide."""
+        """Return whether this rank contributes to a sync; None if its relevance does not decide."""
         if not self.outer.relevance:
             return None
         relevance = self.record.relevance = self._relevance_of(changes) if step > self.outer.warmup else None
@@ -343,38 +343,38 @@ class OuterRun:
         return {n: corrected(self._ops(n), self._specs[n], g, h[n]) for n, g in gradients.items() if n in h}
 
     def _loss(self) -> dict[str, Array]:
-        """Return the mean loss of this rank since the last meeting as a tensor, if the periods follow it."""
+        """Return the mean loss of this rank since the last sync as a tensor, if the periods follow it."""
         if LOSS not in self._specs:
             return {}
         losses, ops = self.state.losses, self._ops(LOSS)
         if not losses.number:
             raise StepError(
-                "outer steps: the periods follow the loss, and none was noted since the last meeting; call "
+                "outer steps: the periods follow the loss, and none was noted since the last sync; call "
                 "note_loss(loss) of the exchange before each inner step."
             )
         return {LOSS: ops.zeros(1, "float32") + ops.cast(losses.total / losses.number, "float32")}
 
-    def _meetings(self, step: int) -> Sequence[int]:
-        """Return the fragments that meet after an inner step: the next, this one, or that of the pending exchange."""
+    def _fragments_sent(self, step: int) -> Sequence[int]:
+        """Return the fragments that sync after an inner step: the next, this one, or that of the pending exchange."""
         if not self.outer.adapt:
-            return self.outer.meetings(step)
+            return self.outer.fragments_sent(step)
         state = self.state
-        return (0,) if step == state.met or step >= state.met + self._period() else ()
+        return (0,) if step == state.synced_at or step >= state.synced_at + self._period() else ()
 
     def _period(self) -> int:
-        """Return the number of inner steps from the last meeting to the next one, where all tensors meet at once."""
+        """Return the number of inner steps from the last sync to the next one, where all tensors sync at once."""
         state = self.state
         ratio = state.losses.last / state.losses.first if state.losses.first else 1.0
-        return self.outer.period(state.met, state.rounds, ratio)
+        return self.outer.period(state.synced_at, state.rounds, ratio)
 
     @property
     def is_due(self) -> bool:
-        """True if tensors meet now, after the inner step that was sent."""
+        """True if tensors sync now, after the inner step that was sent."""
         steps, pending = self.state.steps, self.state.pending
         return pending is not None and steps >= pending.sent + self.outer.delay_after(pending.sent)
 
     def receive(self, weights: Mapping[str, Array]) -> dict[str, Array]:
-        """Complete the meeting that is due, if any, and return the flat weights of the tensors that have met.
+        """Complete the sync that is due, if any, and return the flat weights of the tensors that synced.
 
         Waits for the other ranks.
         """
@@ -382,7 +382,7 @@ class OuterRun:
         return {} if outcome is None else self.commit(outcome)
 
     def finish(self, weights: Mapping[str, Array]) -> OuterOutcome | None:
-        """Complete the meeting that is due, if any, without making it count; `commit` does."""
+        """Return the outcome of the sync that is due, to be committed; None if none is."""
         state = self.state
         pending = state.pending
         if pending is None or not self.is_due:
@@ -415,7 +415,7 @@ class OuterRun:
                 continue
             ops, spec, own = self._ops(name), self._specs[name], self._flat(name, weights)
             warming = pending.sent <= self.outer.warmup
-            anchors[name], own, kept[name] = meet(
+            anchors[name], own, kept[name] = outer_update(
                 self.outer, ops, spec, anchors[name], change, own, kept[name], warming=warming
             )
             if self.outer.local_error:
@@ -428,11 +428,11 @@ class OuterRun:
         rates = {name: 0.0 if name in pending.changes else rate for name, rate in state.rates.items()}
         last = NO_STATE
         if self.outer.relevance:
-            met = [name for name in anchors if name in pending.changes]
-            last = {n: self._ops(n).copy(self._ops(n).reshape(merged[n], (-1,))) for n in met}
+            names = [name for name in anchors if name in pending.changes]
+            last = {n: self._ops(n).copy(self._ops(n).reshape(merged[n], (-1,))) for n in names}
         new = OuterState(
             steps=state.steps,
-            met=state.steps,
+            synced_at=state.steps,
             rounds=state.rounds + 1,
             anchors=anchors,
             kept=kept,
@@ -451,7 +451,7 @@ class OuterRun:
         return {name: x * self._ops(name).cast(1 / self._share, self._specs[name].dtype) for name, x in merged.items()}
 
     def commit(self, outcome: OuterOutcome) -> dict[str, Array]:
-        """Go on with the result of a meeting, and return the flat weights of the tensors that have met."""
+        """Go on with the result of a sync, and return the flat weights of the tensors that synced."""
         sent, on_links, size = 0.0, 0.0, self._run.transport.size
         for module, part in outcome.by_module.items():
             self._run.commit(part, module)
@@ -463,7 +463,7 @@ class OuterRun:
             on_links += 4 * size * float(copies("allreduce", size))
         self.record.loss = losses.total / losses.number if losses.number else None
         self.restore(outcome.state)
-        self.record.met(self.state.steps, sent, on_links)
+        self.record.note_sync(self.state.steps, sent, on_links)
         return outcome.weights
 
     def shaped(self, flat: Mapping[str, Array]) -> dict[str, Array]:
@@ -471,14 +471,14 @@ class OuterRun:
         return {name: self._shaped(name, self._ops(name).copy(x)) for name, x in flat.items()}
 
     def drop(self) -> dict[str, Array]:
-        """Forget all steps since the last meeting, and what is on its way; return the weights to go on with.
+        """Forget all steps since the last sync, and what is on its way; return the weights to go on with.
 
         The run must have dropped its steps.
         """
         state = self.state
         losses = state.losses._replace(total=0.0, number=0)
         # Rates count what weights have moved since, and all weights return.
-        self.restore(state._replace(steps=state.met, pending=None, losses=losses, rates=NO_RATES))
+        self.restore(state._replace(steps=state.synced_at, pending=None, losses=losses, rates=NO_RATES))
         return dict(state.anchors)
 
     def ranks_changed(self) -> None:
@@ -500,7 +500,7 @@ class OuterRun:
         self._started = False
 
     def _memory(self, module: str, name: str) -> Memory:
-        """Return the memory that a tensor has at the next meeting of a module."""
+        """Return the memory that a tensor has at the next sync of a module."""
         return self._run.current_of(module).plan.assignment_of[name].memory
 
     def _sent_of(self, name: str, weights: Mapping[str, Array], memory: Memory, rate: float) -> Array:
@@ -520,12 +520,12 @@ class OuterRun:
         return with_variate(ops, self._specs[name], change, state.variates[name], rate)
 
     def _apart(self, weights: Mapping[str, Array]) -> dict[str, Array]:
-        """Return how far weights are from those after the last meeting of this rank."""
+        """Return how far weights are from those after the last sync of this rank."""
         anchors = self.state.anchors
         return {n: anchors[n] - self._ops(n).reshape(x, (-1,)) for n, x in weights.items() if n in anchors}
 
     def _factors(self, step: int, rounds: int, *, settled: bool = False) -> list[float]:
-        """Return the factor on each rank's contribution to a meeting after an inner step, with as many before it."""
+        """Return the factor on each rank's contribution to a sync after an inner step, with as many before it."""
         outer = dataclasses.replace(self.outer, participation=1.0) if settled else self.outer
         return outer.factors(step, rounds, self._run.transport.size, self._seed)
 
@@ -546,7 +546,7 @@ class OuterRun:
         elif self._asked is None:
             own = [float(pending.takes_part and rank == transport.rank) for rank in range(transport.size)]
             told = self._ops(self._weights[0]).numbers(own, "float32")
-            self._asked = transport.start(allreduce(told), "who contributes to a meeting")
+            self._asked = transport.start(allreduce(told), "who contributes to a sync")
             return
         else:
             factors = [float(x) for x in self._asked.wait()]
@@ -565,12 +565,12 @@ class OuterRun:
 
     def _note_spread(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> None:
         each = [products(self._ops(name), x, mean[name]) for name, x in own.items() if name in self.state.anchors]
-        self.record.spread(*(math.fsum(float(sums[i]) for sums in each) for i in range(3)))
+        self.record.note_spread(*(math.fsum(float(sums[i]) for sums in each) for i in range(3)))
 
     def stats(self) -> dict[str, Any]:
         """Return what `Record.stats` describes."""
         state, every = self.state, self._period() if self.outer.adapt else 0
-        # What is on its way is a meeting of its own.
+        # A pending exchange counts as a sync.
         factors = self._factors(state.steps + 1, state.rounds + (state.pending is not None))
         participates = factors[self._run.transport.rank] > 0
         return self.record.stats(state.steps, state.rounds, every=every, participates=participates)
@@ -608,38 +608,38 @@ class OuterRun:
         ops = self._ops(name)
         return self.outer.optimizer.init(ops, ops.cast(flat, self._specs[name].work_dtype))
 
-    def _fragments(self, step: int) -> list[str]:
-        """Return the modules of the fragments that meet after an inner step."""
+    def _fragment_modules(self, step: int) -> list[str]:
+        """Return the modules of the fragments that sync after an inner step."""
         modules = list(self._members)
-        return [modules[i] for i in self._meetings(step)]
+        return [modules[i] for i in self._fragments_sent(step)]
 
     def _modules(self, step: int, rounds: int | None = None) -> list[str]:
-        """Return all modules that meet after an inner step, which follows as many meetings, or those until now.
+        """Return all modules that sync after an inner step, which follows as many syncs, or those until now.
 
-        What accompanies the weights meets with the last fragment.
+        What accompanies the weights syncs with the last fragment.
         """
-        fragments, meetings = self._fragments(step), self._meetings(step)
-        if not meetings or meetings[-1] != self.outer.count - 1:
+        fragments, sent = self._fragment_modules(step), self._fragments_sent(step)
+        if not sent or sent[-1] != self.outer.count - 1:
             return fragments
         number = self.outer.number(step, self.state.rounds if rounds is None else rounds)
         return fragments + [module_beside(every) for every in self._rounds if not number % every]
 
     def _fresh(self, state: OuterState) -> list[str]:
-        """Return the tensors whose weights are their anchors: no inner step was taken since they have met."""
+        """Return the tensors whose weights are their anchors: no inner step was taken since they synced."""
         if not state.steps:
             return self._weights
         if not self.outer.is_exact(state.steps):
             return []
-        return [name for module in self._fragments(state.steps) for name in self._members[module]]
+        return [name for module in self._fragment_modules(state.steps) for name in self._members[module]]
 
     @property
     def equal_weights(self) -> Mapping[str, Array]:
-        """The weights that are equal on all ranks: those after the last meeting, or with pairs at the start."""
+        """The weights that are equal on all ranks: those after the last sync, or with pairs at the start."""
         return {} if self.outer.pairs and self.state.steps else self.state.anchors
 
     @property
     def equal_arrays(self) -> dict[str, Array]:
-        """The arrays that are equal on all ranks: the weights after the last meeting, and the outer states."""
+        """The arrays that are equal on all ranks: the weights after the last sync, and the outer states."""
         state = self.state
         if self.outer.pairs:
             return dict(self.equal_weights)
@@ -652,7 +652,13 @@ class OuterRun:
     def state_dict(self) -> dict[str, Any]:
         """Return what it keeps; with a change on its way, the change itself, which is then sent again."""
         state = self.state
-        saved: dict[str, Any] = {key: getattr(state, key) for key in ("steps", "met", "rounds", "anchors", "kept")}
+        saved: dict[str, Any] = {
+            "steps": state.steps,
+            "met": state.synced_at,
+            "rounds": state.rounds,
+            "anchors": state.anchors,
+            "kept": state.kept,
+        }
         if state.pending is not None:
             saved["flight"] = {"sent": state.pending.sent, "changes": dict(state.pending.changes)}
             if state.pending.settled:
@@ -698,12 +704,12 @@ class OuterRun:
             check_number(sent, "outer, flight, sent", 1)
             sending = check_mapping(changes, "outer, changes")
             modules = self._modules(int(str(sent)), int(str(counts["rounds"])))
-            meeting = [name for module in modules for name in self._members[module]]
-            expected = {name: zeros[name] for name in meeting if name in sending}
+            names = [name for module in modules for name in self._members[module]]
+            expected = {name: zeros[name] for name in names if name in sending}
             loaded = self._loaded("changes", sending, expected, convert)
             pending = PendingSync(int(str(sent)), loaded, given.get("settled") is True)
-        steps, met, rounds = (int(str(count)) for count in counts.values())
-        made = OuterState(steps, met, rounds, anchors, kept, pending)
+        steps, synced_at, rounds = (int(str(count)) for count in counts.values())
+        made = OuterState(steps, synced_at, rounds, anchors, kept, pending)
         if self.outer.adapt == "loss":
             losses = _numbers(state.get("losses"), "outer, losses", Losses._fields)
             made = made._replace(losses=Losses(**losses))

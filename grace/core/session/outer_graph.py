@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.ops.composites import ArrayOps
-from grace.core.session.meeting import (
+from grace.core.session.outer_formulas import (
     agreeing,
     corrected,
     in_part,
-    meet,
+    outer_update,
     products,
     varied,
     varied_in_part,
@@ -43,17 +43,17 @@ MakeVariable = Callable[[str, Array], Variable]
 
 
 class GraphExchange(Protocol):
-    """The exchange of a framework that traces graphs, for the ranks of a meeting."""
+    """The exchange of a framework that traces graphs, as outer steps see it."""
 
     seed: int
     rank: int
     #: Number of ranks.
     size: int
     track_norms: bool
-    #: The buffers of the model that meet.
+    #: The buffers of the model that sync.
     buffers: Sequence[Variable]
 
-    def meet(
+    def sync(
         self, changes: Mapping[int, Array], inside: Array | None, absent: Sequence[Array]
     ) -> tuple[Sequence[Array], Sequence[Array]]:
         """Return the means of changes over all ranks, and what this rank has sent if outer steps follow that.
@@ -73,15 +73,15 @@ class GraphExchange(Protocol):
         """Return whether another rank has saved what this one has loaded."""
 
     def traffic(self) -> Sequence[Array]:
-        """Return the bytes of all meetings until now: those that this rank has sent, and those on the links."""
+        """Return the bytes of all syncs until now: those that this rank has sent, and those on the links."""
 
 
 class GraphOuter:
-    """The outer steps of one rank, in graphs: the weights after the last meeting, and what is kept between meetings.
+    """The outer steps of one rank, in graphs: the weights after the last sync, and what is kept between syncs.
 
     `weights` are the variables that train, one per spec, and `states` pairs variables of the inner optimizer with the
-    number of meetings between two means. `resets` pairs the indices of weights with what lets a state of them begin
-    again once they have met. `noise(n, dtype)` returns normal numbers of this rank, if outer steps add any. An adapter
+    number of syncs between two means. `resets` pairs the indices of weights with what lets a state of them begin again
+    once they have synced. `noise(n, dtype)` returns normal numbers of this rank, if outer steps add any. An adapter
     calls `before`, `corrected` and `after` around each inner step.
     """
 
@@ -119,20 +119,20 @@ class GraphOuter:
             }
             for i, (s, w) in enumerate(zip(specs, map(self._wide, range(len(specs)), weights), strict=True))
         ]
-        # The inner step of the last meeting, and the number of meetings, if the next ones depend on them.
+        # The inner step of the last sync, and the number of syncs, if the next ones depend on them.
         drawn = outer.participation < 1 or outer.pairs or outer.relevance
         counts = outer.adapt or drawn or any(n > 1 for _, n in states)
         self._counts = numbers(("met_at", "rounds"), "int64", counts)
         # The changes on their way.
         self._pending = zeros("outer_sent", outer.delay)
-        # The sum and the number of the losses of this rank since the last meeting, and the mean of all ranks in the
-        # first and in the last period.
+        # The sum and the number of the losses of this rank since the last sync, and the mean of all ranks in the first
+        # and in the last period.
         names = ("total", "number", "first", "last")
         losses = numbers([f"loss_{name}" for name in names], "float64", outer.adapt == "loss")
         self.losses = dict(zip(names, losses.values(), strict=False))
-        # The losses of this rank since the last meeting, for `stats`.
+        # The losses of this rank since the last sync, for `stats`.
         self._noted: list[float] = []
-        # The mean changes of the last meeting, which decide on the next one.
+        # The mean changes of the last sync, which decide on the next one.
         self._last = zeros("outer_last", outer.relevance)
         #: The flat control variates.
         self.variates = [
@@ -146,7 +146,7 @@ class GraphOuter:
             for i, v in enumerate(self.variates)
             if outer.participation < 1
         ]
-        # By fragment, the sums of the learning rates since the last meeting.
+        # By fragment, the sums of the learning rates since the last sync.
         rates = numbers([f"rates_{i}" for i in range(outer.count)], "float64", outer.variates)
         self._rates = list(rates.values())
         # By fragment, the inner steps until the states of the optimizer begin, if they begin again.
@@ -160,7 +160,7 @@ class GraphOuter:
         return self._begun[next(k for k, members in enumerate(self.fragments) if i in members)].read_value()
 
     def _restart(self, fragment: int, taken: Array) -> None:
-        """Let the states of a fragment that has met begin again after inner step `taken`, if the option says so."""
+        """Let the states of a fragment that has synced begin again after inner step `taken`, if the option says so."""
         for i, reset in self._resets:
             if i in self.fragments[fragment]:
                 reset()
@@ -185,7 +185,7 @@ class GraphOuter:
             variate.assign(self._of(spec.device).zeros(spec.numel, spec.work_dtype))
 
     def before(self, steps: Array, exchange: GraphExchange) -> None:
-        """Read the weights again where they are those of the last meeting; they may have been loaded or broadcast.
+        """Read the weights again where they are those of the last sync; they may have been loaded or broadcast.
 
         `steps` is the number of inner steps until now.
         """
@@ -193,9 +193,9 @@ class GraphOuter:
         for fragment, members in enumerate(self.fragments):
             fresh = taken == 0
             if not outer.local_error:
-                just_met = taken == self._met if outer.adapt else outer.meets(taken, fragment)
+                just_synced = taken == self._synced_at if outer.adapt else outer.sends(taken, fragment)
                 exact = taken <= outer.warmup if outer.keeps_own or outer.delay else taken >= 0
-                fresh = fresh | (just_met & exact)
+                fresh = fresh | (just_synced & exact)
             self._if(fresh, functools.partial(self._read, members))
         if self.variates or outer.pairs:
             self._if(exchange.is_foreign(), self._loaded_another)
@@ -225,53 +225,53 @@ class GraphOuter:
         return found
 
     def after(self, steps: Array, exchange: GraphExchange) -> None:
-        """Exchange what the weights have moved and write new ones, if the ranks meet after this inner step.
+        """Exchange what the weights have moved and write new ones, if the ranks sync after this inner step.
 
         `steps` is the number of inner steps until now.
         """
         taken = self._ops.cast(steps, "int64")
         self._tell(lambda _: self.record.occupied.mark(exchanging=False), taken)
-        warming, met, before = taken <= self.outer.warmup, taken < 0, exchange.traffic()
-        # In the warm-up all tensors meet at once, one fragment after the other.
+        warming, synced, before = taken <= self.outer.warmup, taken < 0, exchange.traffic()
+        # In the warm-up all tensors sync at once, one fragment after the other.
         everything, zero = range(len(self._specs)), self._number(0.0, "float64")
         whole = self._ops.choose(warming, lambda: self._norm(everything), lambda: zero) if self.outer.clip else None
         for fragment, members in enumerate(self.fragments):
-            meeting = functools.partial(self._exchanged, fragment, taken, warming, whole, exchange)
+            sync = functools.partial(self._sync_fragment, fragment, taken, warming, whole, exchange)
             applies = self._applies(taken, fragment)
-            self._if(applies, meeting)
-            met |= applies
+            self._if(applies, sync)
+            synced |= applies
             if self._pending:
-                sends = self.outer.meets(taken, fragment) & ~warming
+                sends = self.outer.sends(taken, fragment) & ~warming
                 self._if(sends, functools.partial(self._send, members, warming, whole))
         sent = [now - earlier for now, earlier in zip(exchange.traffic(), before, strict=True)]
-        self._tell(self._told, met, taken, *sent)
+        self._tell(self._note_step, synced, taken, *sent)
 
-    def _told(self, met: bool, step: int, sent: float, link_bytes: float) -> None:
+    def _note_step(self, synced: bool, step: int, sent: float, link_bytes: float) -> None:
         """Note an inner step that is complete, in Python."""
-        self.record.stepped()
-        if met:
+        self.record.note_step()
+        if synced:
             self.record.loss = math.fsum(self._noted) / len(self._noted) if self._noted else None
             self._noted.clear()
-            self.record.met(step, sent, link_bytes)
+            self.record.note_sync(step, sent, link_bytes)
 
-    def stats(self, steps: int, meetings: int, exchange: GraphExchange) -> dict[str, Any]:
-        """Return what `Record.stats` describes, after as many inner steps, and meetings of single fragments."""
+    def stats(self, steps: int, syncs: int, exchange: GraphExchange) -> dict[str, Any]:
+        """Return what `Record.stats` describes, after as many inner steps, and syncs of single fragments."""
         outer, warm = self.outer, self.outer.warmup * self.outer.count
-        rounds = meetings // outer.count if meetings <= warm else outer.warmup + meetings - warm
-        every = self._period(int(self._met), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
-        # What is on its way is a meeting of its own.
-        pending = not outer.adapt and any(s > outer.warmup and outer.meetings(s) for s in self._unapplied(steps))
+        rounds = syncs // outer.count if syncs <= warm else outer.warmup + syncs - warm
+        every = self._period(int(self._synced_at), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
+        # A pending exchange counts as a sync.
+        pending = not outer.adapt and any(s > outer.warmup and outer.fragments_sent(s) for s in self._unapplied(steps))
         factors = outer.factors(steps + 1, rounds + pending, exchange.size, exchange.seed)
         return self.record.stats(steps, rounds, every=every, participates=factors[exchange.rank] > 0)
 
     def _unapplied(self, steps: int) -> range:
-        """Return the inner steps after which something was sent that is not applied yet, if the ranks met then."""
+        """Return the inner steps after which something was sent that is not applied yet, if the ranks synced then."""
         return range(steps - self.outer.delay + 1, steps + 1)
 
-    def _exchanged(
+    def _sync_fragment(
         self, fragment: int, taken: Array, warming: Array, whole: Array | None, exchange: GraphExchange
     ) -> None:
-        """Let a fragment meet, and what accompanies the weights with the last one."""
+        """Sync a fragment, and what accompanies the weights with the last one."""
         outer, members, paces = self.outer, self.fragments[fragment], None
         if self._pending:
             self._if(warming, functools.partial(self._send, members, warming, whole))
@@ -291,19 +291,19 @@ class GraphOuter:
         absent = [factor == 0 for factor in factors] if outer.participation < 1 or outer.relevance else []
         sent = self._weighed(moved, part.factor, paces)
         inside = None if part.factor is None else part.factor > 0
-        found, own = exchange.meet(dict(zip(members, sent, strict=True)), inside, absent)
+        found, own = exchange.sync(dict(zip(members, sent, strict=True)), inside, absent)
         merged = part.rescaled(found)
         if self._servers:
             merged = self._vary_in_part(fragment, own, merged, paces, warming, factors, exchange.rank)
         if outer.pairs:
-            met = [self.anchors[i].read_value() for i in members]
-            moved, merged = ([a - x for a, x in zip(met, each, strict=True)] for each in (moved, merged))
+            before = [self.anchors[i].read_value() for i in members]
+            moved, merged = ([a - x for a, x in zip(before, each, strict=True)] for each in (moved, merged))
         if exchange.track_norms:
             of = [self._of(self._specs[i].device) for i in members]
             sums = [products(*each) for each in zip(of, moved, merged, strict=True)]
-            self._tell(self.record.spread, *(sum(each[1:], each[0]) for each in zip(*sums, strict=True)))
+            self._tell(self.record.note_spread, *(sum(each[1:], each[0]) for each in zip(*sums, strict=True)))
         for i, change, mean, known in zip(members, moved, merged, own or moved, strict=True):
-            self._meet(i, change, mean, known, warming)
+            self._update_weight(i, change, mean, known, warming)
             if self._last:
                 self._last[i].assign(mean)
         if paces is not None and not self._servers:
@@ -313,7 +313,7 @@ class GraphOuter:
             self._beside(taken, part)
 
     def _beside(self, taken: Array, part: Part) -> None:
-        """Let meet what accompanies the weights."""
+        """Sync what accompanies the weights."""
         if self._counts:
             self._counts["met_at"].assign(taken)
             self._counts["rounds"].assign_add(self._number(1, "int64"))
@@ -326,7 +326,7 @@ class GraphOuter:
             total, number, first, last = self.losses.values()
             noted, ops = number.read_value(), self._ops
             error = StepError(
-                "the periods of outer steps follow the loss, and none was noted since the last meeting; call "
+                "the periods of outer steps follow the loss, and none was noted since the last sync; call "
                 "optimizer.scale_loss(loss) in each step."
             )
             own = ops.require(noted > 0, error, ops.cast(total.read_value() / noted, "float32"))
@@ -380,7 +380,7 @@ class GraphOuter:
         return made
 
     def _factors(self, taken: Array, fragment: int, exchange: GraphExchange) -> list[Array]:
-        """Return the factor on what each rank contributes to a meeting; none if all contribute equally."""
+        """Return the factor on what each rank contributes to a sync; none if all contribute equally."""
         outer, size = self.outer, exchange.size
         if outer.is_plain_mean:
             return []
@@ -401,24 +401,24 @@ class GraphOuter:
         equal = [agreeing(self._of(spec.device), x, last.read_value()) for spec, x, last in each]
         share = self._ops.cast(sum(equal[1:], equal[0]), "float64") / sum(spec.numel for spec in self._specs)
         decides = ~(warming | (self._rounds == 0))
-        self._tell(self._told_relevance, share, decides)
+        self._tell(self._note_relevance, share, decides)
         sends = self._ops.cast(~decides | (share >= self.outer.relevance), "float32")
         zero = self._ops.zeros(1, "float32")
         told = [self._ops.reshape(sends, (1,)) if rank == exchange.rank else zero for rank in range(exchange.size)]
         (mean,) = exchange.means([self._ops.concat(told)], "senders")
         return [self._ops.cast(mean[rank] > 0, "float64") for rank in range(exchange.size)]
 
-    def _told_relevance(self, share: float, decides: bool) -> None:
+    def _note_relevance(self, share: float, decides: bool) -> None:
         self.record.relevance = share if decides else None
 
-    # --- what a meeting makes of it -----------------------------------------------------------------------------------
+    # --- what a sync makes of it -----------------------------------------------------------------------------------
 
-    def _meet(self, i: int, moved: Array, mean: Array, sent: Array, warming: Array) -> None:
+    def _update_weight(self, i: int, moved: Array, mean: Array, sent: Array, warming: Array) -> None:
         spec, anchor, variable, kept = self._specs[i], self.anchors[i], self._weights[i], self._kept[i]
         ops = self._of(spec.device)
-        met, change, now = (ops.reshape(x, (-1,)) for x in (anchor.read_value(), mean, variable.read_value()))
+        before, change, now = (ops.reshape(x, (-1,)) for x in (anchor.read_value(), mean, variable.read_value()))
         state = {key: v.read_value() for key, v in kept.items()}
-        new, own, after = meet(self.outer, ops, spec, met, change, now, state, warming=warming)
+        new, own, after = outer_update(self.outer, ops, spec, before, change, now, state, warming=warming)
         new, own = self._shaped(i, new), self._shaped(i, own)
         anchor.assign(new)
         variable.assign(new - (moved - sent) if self.outer.local_error else own)
@@ -478,11 +478,13 @@ class GraphOuter:
         if not self.outer.adapt:
             return self.outer.applies(taken, fragment)
 
-        met = self._met
-        return taken >= met + self._ops.computed(self._period, met, self._rounds, *self._mean_losses, dtype="int64")
+        synced_at = self._synced_at
+        return taken >= synced_at + self._ops.computed(
+            self._period, synced_at, self._rounds, *self._mean_losses, dtype="int64"
+        )
 
-    def _period(self, met: int, rounds: int, first: float = 0.0, last: float = 0.0) -> int:
-        return self.outer.period(met, rounds, last / first if first else 1.0)
+    def _period(self, synced_at: int, rounds: int, first: float = 0.0, last: float = 0.0) -> int:
+        return self.outer.period(synced_at, rounds, last / first if first else 1.0)
 
     @property
     def _mean_losses(self) -> list[Array]:
@@ -490,7 +492,7 @@ class GraphOuter:
         return [self.losses[key].read_value() for key in ("first", "last") if self.losses]
 
     @property
-    def _met(self) -> Array:
+    def _synced_at(self) -> Array:
         return self._counts["met_at"].read_value()
 
     @property
@@ -529,7 +531,7 @@ class GraphOuter:
 
 
 class Part(NamedTuple):
-    """Part of a rank in a meeting: the factor on what it contributes, and the share of the ranks that contribute.
+    """Part of a rank in a sync: the factor on what it contributes, and the share of the ranks that contribute.
 
     None stands for 1. Both are 0-d and float64.
     """
@@ -540,7 +542,7 @@ class Part(NamedTuple):
     senders: Array | None = None
 
     def means(self, tensors: Sequence[Array], label: str, every: int = 1, *, of_first: bool = False) -> list[Array]:
-        """Return uncompressed means over the ranks that contribute, at every `every`-th meeting."""
+        """Return uncompressed means over the ranks that contribute, at every `every`-th sync."""
         run = self.run
         pairing = run._rounds // every - 1 if run.outer.pairs else None
         sent = weighed(run._ops, tensors, self.factor)

@@ -20,14 +20,14 @@ LOSS = "loss of all ranks"
 
 
 def fragments_of(config: Config, specs: Sequence[TensorSpec]) -> Modules | None:
-    """Return what meets at a time as modules of a run; None if all tensors always meet together.
+    """Return what syncs at a time as modules of a run; None if all tensors always sync together.
 
     Raises ConfigError if tensors accompany weights that take no outer steps.
     """
     if config.outer is None:
         if names := [spec.name for spec in specs if spec.rounds]:
             raise ConfigError(
-                f"tensor '{names[0]}': rounds is the number of meetings between two means, and without outer there are "
+                f"tensor '{names[0]}': rounds is the number of syncs between two means, and without outer there are "
                 "none; set outer, or leave rounds out."
             )
         return None
@@ -57,7 +57,7 @@ def modules_of(outer: OuterSteps, specs: Sequence[TensorSpec]) -> dict[str, list
 
 
 def module_beside(rounds: int) -> str:
-    """Return the module of what accompanies the weights at every `rounds`-th meeting."""
+    """Return the module of what accompanies the weights at every `rounds`-th sync."""
     return f"beside the weights, every {rounds}"
 
 
@@ -88,7 +88,7 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
         )
     if partly and varies and len(config.stages) > 1:
         raise ConfigError(
-            f"{where}: where a part of the ranks contributes, control variates go with one method in all meetings, "
+            f"{where}: where a part of the ranks contributes, control variates go with one method in all syncs, "
             f"received {len(config.stages)} stages; leave schedule and warmup_steps out, or participation, or variates."
         )
     lossy = [method for method in methods if method.compressor != dense_method().compressor]
@@ -151,29 +151,29 @@ def refuse_arguments_of_gradients(where: str, **given: bool) -> None:
 
 
 def refuse_states(config: Config, where: str) -> None:
-    """Raise ConfigError if the states of an inner optimizer should meet, for a front end that does not know them."""
+    """Raise ConfigError if the states of an inner optimizer should sync, for a front end that does not know them."""
     if config.outer is not None and config.outer.state != "local":
         raise ConfigError(
             f"{where}: it does not know the states of an inner optimizer, received state = {config.outer.state!r} in "
-            "outer; leave it out, and pass states that meet as TensorSpec(name, shape, rounds=1) where specs are taken."
+            "outer; leave it out, and pass states that sync as TensorSpec(name, shape, rounds=1) where specs are taken."
         )
 
 
 def refuse_parts(parts: Mapping[str, Collection[int]], sites: Collection[int] | None, where: str) -> None:
-    """Raise ConfigError if ranks that meet hold parts of one whole. `parts` has those that do, by what it is.
+    """Raise ConfigError if ranks that sync hold parts of one whole. `parts` has those that do, by what it is.
 
-    `sites` are the ranks that meet; None stands for all.
+    `sites` are the ranks that sync; None stands for all.
     """
     for what, ranks in parts.items():
         if len(set(ranks).intersection(ranks if sites is None else sites)) > 1:
             raise ConfigError(
-                f"{where}: the ranks {sorted(ranks)} each hold a part of {what}, and would meet as if each had all of "
+                f"{where}: the ranks {sorted(ranks)} each hold a part of {what}, and would sync as if each had all of "
                 "it; pass process_group with the ranks that hold the same part, one of each site."
             )
 
 
 def rounds_of_states(outer: OuterSteps, found: Sequence[str], kind: str, where: str) -> dict[str, int]:
-    """Return the number of meetings between two means of each state, of those that an inner optimizer keeps.
+    """Return the number of syncs between two means of each state, of those that an inner optimizer keeps.
 
     `kind` is the class of the optimizer. Raises ConfigError for states that it does not have.
     """

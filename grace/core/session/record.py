@@ -11,13 +11,13 @@ from grace.core.session.occupied import Occupied
 
 
 class Record:
-    """Inner steps and meetings of this process: their bytes and times, and how far this rank was from the others."""
+    """Inner steps and syncs of this process: their bytes and times, and how far this rank was from the others."""
 
     #: True until the user has been told what network would suffice, on the rank that tells.
     tells = False
     #: The mean of the losses that this rank has noted in the last period.
     loss: float | None = None
-    #: The share of the signs that were those of the last change, at the last meeting.
+    #: The share of the signs that were those of the last change, at the last sync.
     relevance: float | None = None
 
     def __init__(self, outer: OuterSteps) -> None:
@@ -26,26 +26,26 @@ class Record:
         self._sent, self._taken = 0.0, 0
         self._spread: dict[str, float | None] = {"distance": None, "cosine": None}
 
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         """Count an inner step, whose exchange may have begun."""
         self._taken += 1
-        self.occupied.stepped()
+        self.occupied.note_step()
         self.occupied.mark(exchanging=True)
 
-    def met(self, step: int, sent: float, link_bytes: float) -> None:
-        """Count a meeting after an inner step: bytes that this rank has sent, and those that have left it in a ring.
+    def note_sync(self, step: int, sent: float, link_bytes: float) -> None:
+        """Count a sync after an inner step: bytes that this rank has sent, and those that have left it in a ring.
 
-        Tell the user once what network would suffice, after the second meeting that follows the warm-up.
+        Tell the user once what network would suffice, after the second sync that follows the warm-up.
         """
         self._sent += sent
-        self.occupied.met(link_bytes)
+        self.occupied.note_sync(link_bytes)
         used, needed = self.occupied.utilisation, self._needed(step)
         if self.tells and used is not None and needed and step > self._outer.warmup:
             self.tells = False
             tell_need(self.occupied.seconds, used, needed)
 
-    def spread(self, own: float, mean: float, both: float) -> None:
-        """Note |d|^2, |mean d|^2 and <d, mean d> of a meeting, with d what this rank has moved."""
+    def note_spread(self, own: float, mean: float, both: float) -> None:
+        """Note |d|^2, |mean d|^2 and <d, mean d> of a sync, with d what this rank has moved."""
         if not (own and mean):
             self._spread = {"distance": None, "cosine": None}
             return
@@ -53,20 +53,19 @@ class Record:
         self._spread = {"distance": math.sqrt(apart / mean), "cosine": both / math.sqrt(own * mean)}
 
     def stats(self, steps: int, rounds: int, *, every: int, participates: bool) -> dict[str, Any]:
-        """Return `steps` (inner steps), `rounds` (meetings), and what this rank sends per inner step on the average.
+        """Return `steps` (inner steps), `rounds` (syncs), and what this rank sends per inner step on the average.
 
-        With `adapt`, `every` is the number of inner steps from the last meeting to the next one, and with `relevance`,
-        `relevance` is the share of the signs that were those of the change before the last meeting.
+        With `adapt`, `every` is the number of inner steps from the last sync to the next one, and with `relevance`,
+        `relevance` is the share of the signs that were those of the change before the last sync.
 
-        `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last
-        meeting, with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was
-        from the others. Both are None unless `track_norms` was set. `participates` is False if this rank will
-        contribute nothing to the next meeting, and need not train until then.
+        `bytes_per_step` counts since the process has started. `distance` is |d - mean d| / |mean d| at the last sync,
+        with d what this rank has moved, and `cosine` the one between d and its mean: how far this rank was from the
+        others. Both are None unless `track_norms` was set. `participates` is False if this rank will contribute nothing
+        to the next sync, and need not train until then.
 
-        `loss` is the mean of the losses that this rank has noted in the period before the last meeting. `utilisation`
-        is the share of the time that inner steps take, and `needed_bandwidth` the bits per second that a link must
-        carry for 95 % of it; both count host times since the first meeting of this process, and are None before the
-        second one.
+        `loss` is the mean of the losses that this rank has noted in the period before the last sync. `utilisation` is
+        the share of the time that inner steps take, and `needed_bandwidth` the bits per second that a link must carry
+        for 95 % of it; both count host times since the first sync of this process, and are None before the second one.
         """
         some: dict[str, Any] = {"every": every} if self._outer.adapt else {}
         if self._outer.relevance:

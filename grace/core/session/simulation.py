@@ -264,7 +264,7 @@ class Simulation(Exchange):
         step that fails leaves all states as they were; with `rollback = false`, memories start from zero.
 
         With `outer`, it takes the weights of all ranks after an inner step, and returns those to go on with: other ones
-        for tensors that have met.
+        for tensors that synced.
         """
         if self.outers:
             return self._step_outer(gradients, lr)
@@ -292,7 +292,7 @@ class Simulation(Exchange):
 
     def _step_outer(self, weights: Sequence[Mapping[str, Array]], lr: float | None) -> list[dict[str, Array]]:
         before = [outer.state for outer in self.outers]
-        if self.outers[0].meets_next and is_due(self.run.completed, self.config.check_replicas):
+        if self.outers[0].syncs_next and is_due(self.run.completed, self.config.check_replicas):
             self.check_replicas()
         try:
             for outer, mine in zip(self.outers, weights, strict=True):
@@ -307,8 +307,8 @@ class Simulation(Exchange):
                 outer.restore(state)
             self.network.drop()
             raise
-        met = [o.shaped(o.commit(new)) if new else {} for o, new in zip(self.outers, outcomes, strict=True)]
-        return [{**mine, **new} for mine, new in zip(weights, met, strict=True)]
+        new = [o.shaped(o.commit(done)) if done else {} for o, done in zip(self.outers, outcomes, strict=True)]
+        return [{**mine, **synced} for mine, synced in zip(weights, new, strict=True)]
 
     def stats(self, rank: int = 0) -> dict[str, Any]:
         """Return the statistics of a rank in the last step; see `grace.core.session.exchange.Exchange.stats`."""

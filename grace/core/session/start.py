@@ -194,7 +194,7 @@ def describe(
     return {
         "configuration": config.to_dict(),
         "parameters": {
-            spec.name: [list(spec.shape), spec.dtype, *([f"every {spec.rounds} meetings"] if spec.rounds else [])]
+            spec.name: [list(spec.shape), spec.dtype, *([f"every {spec.rounds} syncs"] if spec.rounds else [])]
             for spec in specs
         },
         "formats": formats(plans, ops),

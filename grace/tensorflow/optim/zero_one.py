@@ -1,4 +1,4 @@
-"""0/1 Adam: momenta of one bit from the start, second moments of some steps only, and rare meetings in the end."""
+"""0/1 Adam: momenta of one bit from the start, second moments of some steps only, and rare syncs in the end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ZeroOneAdam(Exchanging):
     """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only now and then.
 
     It is `grace.torch.optim.ZeroOneAdam` for Keras, whose documentation has `every`, `var_update_scaler` and
-    `freeze_step`. The exchange and the other arguments are those of `OneBitAdam`. Between two meetings, the weights of
-    the ranks differ; what is saved then can be loaded on as many ranks only.
+    `freeze_step`. The exchange and the other arguments are those of `OneBitAdam`. Between two syncs, the weights of the
+    ranks differ; what is saved then can be loaded on as many ranks only.
 
     Reference: Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", ICLR 2023,
     Algorithm 1. The defaults are those of DeepSpeed.
@@ -42,12 +42,12 @@ class ZeroOneAdam(Exchanging):
 
     def _slots_of(self, variable: Any, name: str) -> dict[str, Any]:
         slots = super()._slots_of(variable, name)
-        # The weights after the last meeting.
+        # The weights after the last sync.
         return {**slots, "anchor": self._slot(variable, name, "anchor", math.prod(variable.shape))}
 
     def _make_numbers(self) -> None:
         # The gradients in the second moment, the step of the next one, and the sum of the learning rates since the last
-        # meeting.
+        # sync.
         self._learnt, self._learn_at = self._number("learnt", 0), self._number("learn_at", 1)
         self._rates = self._number("rates", 0.0, "float64")
 
@@ -58,7 +58,7 @@ class ZeroOneAdam(Exchanging):
         rates = self._rates + rate
 
         def read_again() -> None:
-            # The weights are those of the last meeting, and may have been loaded or broadcast since.
+            # The weights are those of the last sync, and may have been loaded or broadcast since.
             for i in numbers:
                 self._write(i, None, {"anchor": self._flat(i)})
 
@@ -75,12 +75,12 @@ class ZeroOneAdam(Exchanging):
             for i in numbers
         ]
 
-        def meet() -> None:
+        def sync() -> None:
             sent = [self._rule_of(i).sent(self._ops(i), states[i], learnt) for i in numbers]
             share = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), rates)
             for i, merged in enumerate(self._merged(sent)):
                 rule, ops = self._rule_of(i), self._ops(i)
-                self._write(i, *rule.meet(ops, self._flat(i), merged, states[i], lr, share, learnt))
+                self._write(i, *rule.sync(ops, self._flat(i), merged, states[i], lr, share, learnt))
             self._rates.assign(tf.zeros([], tf.float64))
 
         def alone() -> None:
@@ -89,7 +89,7 @@ class ZeroOneAdam(Exchanging):
                 self._write(i, *rule.alone(ops, self._flat(i), states[i], lr, rate, learnt))
             self._rates.assign(rates)
 
-        tf.cond(self._schedule.meets(number), always(meet), always(alone))
+        tf.cond(self._schedule.syncs(number), always(sync), always(alone))
         after = self._schedule.next_learning(number, count)
         self._learn_at.assign(tf.where(learns, after, self._learn_at))
         self._learnt.assign(count)
@@ -99,7 +99,7 @@ class ZeroOneAdam(Exchanging):
         return {**super().settings(), **self._schedule.to_config()}
 
     def equal_variables(self, weights: dict[str, tf.Variable]) -> dict[str, tf.Variable]:
-        """Return the variables that are equal on all ranks before a meeting, by name."""
+        """Return the variables that are equal on all ranks before a sync, by name."""
         pairs = list(zip(self.grace.names, self._slots, strict=True))
         anchors = {name: inside(slots["anchor"]) for name, slots in pairs}
         return anchors | {f"exp_avg_sq of {name}": inside(slots["exp_avg_sq"]) for name, slots in pairs}

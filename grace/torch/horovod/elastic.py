@@ -25,9 +25,9 @@ class TorchState(horovod.torch.elastic.TorchState):  # type: ignore[misc]
 
     If there were N ranks and there are M now, each survivor multiplies what it holds back by M / N, so that its share
     in the mean over all ranks stays as it was. What an owner of a shard held back goes to its own residual. New ranks
-    hold back nothing. What a lost rank held back is lost, and the log says so. Between two meetings of outer steps,
-    and of `ZeroOneAdam`, survivors keep their weights, and new ranks take those of rank 0. Raises ConfigError for
-    optimizers of grace whose states cannot go on with other ranks.
+    hold back nothing. What a lost rank held back is lost, and the log says so. Between two syncs of outer steps, and of
+    `ZeroOneAdam`, survivors keep their weights, and new ranks take those of rank 0. Raises ConfigError for optimizers
+    of grace whose states cannot go on with other ranks.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **more: Any) -> None:
@@ -68,7 +68,7 @@ class _OptimizerHandler(StateHandler):  # type: ignore[misc]
         self.save()
 
     def keep_weights(self) -> None:
-        """Keep the weights, which between two meetings are this rank's own, until others have come."""
+        """Keep the weights, which between two syncs are this rank's own, until others have come."""
         if self._exchange.outers or isinstance(self.value, ZeroOneAdam):
             parameters = [p for group in self.value.param_groups for p in group["params"]]
             self._weights = [(p, p.detach().clone()) for p in parameters]

@@ -1,4 +1,4 @@
-"""0/1 Adam: momenta of one bit from the start, second moments of some steps only, and rare meetings in the end."""
+"""0/1 Adam: momenta of one bit from the start, second moments of some steps only, and rare syncs in the end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from grace.torch.optim.ruled import Parameters, flat
 class ZeroOneAdam(Exchanging):
     """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only now and then.
 
-    The ranks step on their own, and at a meeting they exchange the momenta since the last one, weighted by the learning
-    rate. They meet after every step until `freeze_step`, and afterwards every `every` steps: a number, or a table such
+    The ranks step on their own, and at a sync they exchange the momenta since the last one, weighted by the learning
+    rate. They sync after every step until `freeze_step`, and afterwards every `every` steps: a number, or a table such
     as {32768: 2} by the number of steps since the freeze, as the option `every` of outer steps. The second moment takes
     the mean gradients of some steps, which are exchanged as they are: of every step at first, and half as often after
     each `var_update_scaler` of them, until `freeze_step`.
 
     Give `freeze_step`, or `total_steps`, of which 20 % are taken. The exchange and the other arguments are those of
     `OneBitAdam`, and elements whose second moment is zero keep their weights. A GradScaler is refused: a rank that left
-    a step out would be alone with it. Between two meetings, the weights of the ranks differ. Such a state can be loaded
-    on as many ranks only.
+    a step out would be alone with it. Between two syncs, the weights of the ranks differ. Such a state can be loaded on
+    as many ranks only.
 
     Reference: Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", ICLR 2023,
     Algorithm 1. The defaults are those of DeepSpeed.
@@ -35,7 +35,7 @@ class ZeroOneAdam(Exchanging):
     rule = zero_one.ZeroOneAdam
 
     # The gradients in the second moment, the step of the next one, and the sum of the learning rates since the last
-    # meeting.
+    # sync.
     kept: ClassVar[Mapping[str, Any]] = {"learnt": 0, "learn_at": 1, "rates": 0.0}
 
     def __init__(
@@ -58,7 +58,7 @@ class ZeroOneAdam(Exchanging):
     def _advance(self) -> None:
         if hasattr(self, "found_inf"):
             raise StepError(
-                f"{self._where}: a GradScaler calls step(), and could skip it on one rank between two meetings; train "
+                f"{self._where}: a GradScaler calls step(), and could skip it on one rank between two syncs; train "
                 "in bfloat16, or use OneBitAdam."
             )
         first, *_ = self.param_groups
@@ -78,7 +78,7 @@ class ZeroOneAdam(Exchanging):
             return rule.sent(ops, advanced[p], learnt).view(p.shape)
 
         # Nothing is changed until all exchanges are over.
-        merged = self._exchange(self.grace.run, advance) if self._schedule.meets(number) else None
+        merged = self._exchange(self.grace.run, advance) if self._schedule.syncs(number) else None
         for group in self.param_groups:
             group["learnt"] = learnt
             group["rates"] += self._rate(group, number)
@@ -94,7 +94,7 @@ class ZeroOneAdam(Exchanging):
                 if merged is None:
                     new = rule.alone(ops, weights, state, lr, self._rate(group, number), learnt)
                 else:
-                    new = rule.meet(ops, weights, flat(merged[self._names[p]]), state, lr, share, learnt)
+                    new = rule.sync(ops, weights, flat(merged[self._names[p]]), state, lr, share, learnt)
                 self._update(p, taken, *new)
             group["step"] = number
             if merged is not None:
@@ -107,7 +107,7 @@ class ZeroOneAdam(Exchanging):
         return float(self._rule_of(group).rate(float(group["lr"]), number))
 
     def _rest(self, p: torch.Tensor, rule: Any) -> None:
-        """Return a parameter that was frozen between two meetings to its weights after the last one."""
+        """Return a parameter that was frozen between two syncs to its weights after the last one."""
         if "anchor" in self.state.get(p, {}):
             state = self._state_of(p, rule)
             p.copy_(state.pop("anchor").view(p.shape))
@@ -124,12 +124,12 @@ class ZeroOneAdam(Exchanging):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:  # type: ignore[override]
-        """Load a state as that of `OneBitAdam`; one from between two meetings on as many ranks as have saved it."""
+        """Load a state as that of `OneBitAdam`; one from between two syncs on as many ranks as have saved it."""
         one = state_dict[0] if isinstance(state_dict, list) else state_dict
         size = len(state_dict) if isinstance(state_dict, list) else one.get("grace", {}).get("size")
         if any(group.get("rates") for group in one.get("param_groups", ())) and size != self.grace.size:
             raise StateError(
-                f"checkpoint: {size} ranks saved it between two meetings, when each had weights of its own, and "
-                f"{self.grace.size} load it; expected as many ranks. Save after a meeting."
+                f"checkpoint: {size} ranks saved it between two syncs, when each had weights of its own, and "
+                f"{self.grace.size} load it; expected as many ranks. Save after a sync."
             )
         super().load_state_dict(state_dict)

@@ -273,7 +273,7 @@ def test_ranks_that_are_out_send_a_header(launch):
             assert not any(found["off"]), name
             assert all(real == simulated for real, simulated in found["sent"]), name
     sent = [[real for real, _ in rank["allgather"]["sent"][2::2]] for rank in ranks]
-    assert all(meeting.count(16) == launch.ranks // 2 for meeting in map(list, zip(*sent, strict=True)))
+    assert all(sync.count(16) == launch.ranks // 2 for sync in map(list, zip(*sent, strict=True)))
     if launch.ranks > 1:
         assert {real == 16 for rank in ranks for real, _ in rank["relevance"]["sent"]} == {False, True}
 

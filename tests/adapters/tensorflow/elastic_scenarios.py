@@ -175,7 +175,7 @@ def elastic_accumulation() -> dict[str, Any]:
 # After four steps, with a pending exchange or in mid-period. No rank owns what others hold back, or gives it up after a
 # reset.
 GATHERED = {**CONFIG, "communicator": "allgather"}
-MEETINGS: dict[str, Callable[[], Any]] = {
+SYNCS: dict[str, Callable[[], Any]] = {
     "streaming": lambda: wrap(
         GATHERED, sgd(), outer={"every": 6, "momentum": 0.9, "fragments": 2, "delay": 2, "alpha": 0.5}
     ),
@@ -184,13 +184,13 @@ MEETINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def elastic_meetings(name: str) -> dict[str, Any]:
-    """Go on after a reset between two meetings, with the same ranks and with rank 1 as a new one."""
+def elastic_syncs(name: str) -> dict[str, Any]:
+    """Go on after a reset between two syncs, with the same ranks and with rank 1 as a new one."""
 
     def made() -> keras.Model:
         model = small_net()
         with mock.patch.dict("os.environ", HOROVOD_ELASTIC="1"):
-            model.compile(MEETINGS[name](), "mse", jit_compile=False)
+            model.compile(SYNCS[name](), "mse", jit_compile=False)
         return model
 
     def contents(model: keras.Model) -> str:

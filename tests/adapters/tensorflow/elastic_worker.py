@@ -23,7 +23,7 @@ from grace.tensorflow import KerasState
 
 STEPS, END = 14, 6
 CONFIG = {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2}
-# The process ends in mid-period, after a meeting, and the last step is a meeting.
+# The process ends in mid-period, after a sync, and the last step is a sync.
 OUTER = {"every": 4, "lr": 1.0, "momentum": 0.5, "warmup": 2}
 way, died, pause = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 logging.basicConfig(level=logging.WARNING)

@@ -187,7 +187,7 @@ def following_zero_one() -> Iterator[OfAllRanks]:
         # After one gradient v is due every second step, after two every fourth; the freeze comes after step 4.
         learns, rates = number in (1, 3), rates + rate
         learnt += learns
-        meets = number <= 4 or number - 4 in (1, 2, 5)
+        syncs = number <= 4 or number - 4 in (1, 2, 5)
         for name, g in mean(each).items():
             new = [ranks.weights(rank)[name] for rank in range(hvd.size())]
             for rank, mine in enumerate(states):
@@ -197,12 +197,12 @@ def following_zero_one() -> Iterator[OfAllRanks]:
             for rank, mine in enumerate(states):
                 own = (ops, new[rank])
                 new[rank], mine[name] = (
-                    rule.meet(*own, sent, mine[name], LR, 1 / rates, learnt)
-                    if meets
+                    rule.sync(*own, sent, mine[name], LR, 1 / rates, learnt)
+                    if syncs
                     else rule.alone(*own, mine[name], LR, rate, learnt)
                 )
                 ranks.write(rank, {**ranks.weights(rank), name: new[rank]})
-        rates = 0.0 if meets else rates
+        rates = 0.0 if syncs else rates
         yield ranks
 
 

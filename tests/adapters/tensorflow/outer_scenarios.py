@@ -180,7 +180,7 @@ RESETS = {
 
 
 def tf_outer_resets(name: str) -> list[float]:
-    """Compare with new optimizers for what has met; return how far weights are apart after each step."""
+    """Compare with new optimizers for what has synced; return how far weights are apart after each step."""
     make, outer = RESETS[name]
     start = drawn(9, 9)
     kept = Kept(start, wrap(NONE, make(), outer={**outer, "state": "reset"}))

@@ -202,8 +202,8 @@ def tf_local_steps() -> dict[str, Any]:
         if name == "none":
             alone = net()
             alone.compile(keras.optimizers.SGD(0.1, 0.9), "mse", run_eagerly=True)
-            for meeting in range(2):
-                fit(alone, 3, start=3 * meeting)
+            for sync in range(2):
+                fit(alone, 3, start=3 * sync)
                 for i, v in enumerate(alone.trainable_variables):
                     v.assign(hvd.allreduce(v.value, op=hvd.Average, name=f"alone.{i}"))
             fit(alone, 1, start=6)
@@ -257,7 +257,7 @@ def tf_outer_steps() -> dict[str, Any]:
 
 
 def tf_outer_beside() -> dict[str, Any]:
-    """Let states and buffers meet, weigh the ranks, and let periods grow, against the same by hand."""
+    """Let states and buffers sync, weigh the ranks, and let periods grow, against the same by hand."""
 
     def normed() -> keras.Model:
         first, last = (keras.layers.Dense(units, use_bias=False) for units in (5, 4))
@@ -274,7 +274,7 @@ def tf_outer_beside() -> dict[str, Any]:
         "fragments": ({"every": 4, "fragments": 2, "lr": 0.7, "momentum": 0.9, "alpha": 0.5}, [4, 8]),
     }
     results: dict[str, Any] = {}
-    for name, (outer, meetings) in cases.items():
+    for name, (outer, syncs) in cases.items():
         # Each case is traced twice.
         if name != "periods" and not ALL:
             continue
@@ -297,14 +297,14 @@ def tf_outer_beside() -> dict[str, Any]:
                 fit(model, 1, start=step - 1)
                 fit(alone, 1, start=step - 1)
                 if name == "fragments" and step % 2 == 0:
-                    # The first one meets in the middle of a period, and the second one at its end.
+                    # The first one syncs in the middle of a period, and the second one at its end.
                     for i in model.optimizer.grace.outer.fragments[step % 4 == 0]:
                         v = alone.trainable_variables[i]
                         change = anchors[i] - hvd.allreduce(v.value, op=hvd.Average, name=f"part.{i}").numpy()
                         moved[i] = 0.9 * moved[i] + change
                         anchors[i] = anchors[i] - 0.7 * moved[i]
                         v.assign(0.5 * v.numpy() + 0.5 * anchors[i])
-                if step in meetings:
+                if step in syncs:
                     for i, v in enumerate(alone.trainable_variables if name != "fragments" else []):
                         mean(v, f"weights.{i}")
                     momenta = alone.optimizer.variables[2:] if name == "average" or step % 4 == 0 else []

@@ -61,13 +61,13 @@ def test_a_restore_takes_a_change_back(launch):
 
 @on(TWO)
 @pytest.mark.parametrize("name", rest_slow(["streaming", "0/1 Adam", "1-bit Adam"], 1))
-def test_ranks_keep_what_they_have_of_their_own_between_two_meetings(name, launch):
-    ranks = scenario("elastic_meetings", launch, name)
+def test_ranks_keep_what_they_have_of_their_own_between_two_syncs(name, launch):
+    ranks = scenario("elastic_syncs", launch, name)
     for rank in ranks:
         kept = [rank[key] for key in ("restored", "stayed", "went on")]
         assert all(kept), "with the same ranks, nothing is lost"
     assert same([rank["weights"] for rank in ranks]), "a new rank begins with the weights of rank 0"
-    # The last step of the optimizers is a meeting, and with alpha each rank has weights of its own.
+    # The last step of the optimizers is a sync, and with alpha each rank has weights of its own.
     assert same([rank["end"] for rank in ranks]) == (name != "streaming")
 
 

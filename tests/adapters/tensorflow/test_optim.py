@@ -37,7 +37,7 @@ def test_zero_one_adam_of_keras_is_that_of_the_paper(launch):
         assert max(rank["off"]) < 1e-5, rank["off"]
         assert set(rank["resumed"]) == {True}
         assert rank["traces"] == 1
-        # Four steps before the freeze, and the meetings after it.
+        # Four steps before the freeze, and the syncs after it.
         assert rank["stats"]["step"] == 7
     apart = [len({rank["after"][step] for rank in ranks}) for step in range(9)]
     own = launch.ranks

@@ -51,7 +51,7 @@ def test_inner_steps_of_several_passes_or_left_out_by_a_rank_are_counted_alike(l
     for rank in scenario("tf_outer_passes", launch, name):
         assert rank["equal"] == [True] * 13, rank
         assert rank["rounds"][0] == rank["rounds"][1] >= 4
-        # The mean loss of the last period: a fragment meets after each step, or all do after the first and each third.
+        # The mean loss of the last period: a fragment syncs after each step, or all do after the first and each third.
         of_all = [1.0] * 3 + [3.0] * 3 + [6.0] * 3 + [9.0] * 3 + [12.0]
         assert rank["losses"] == ([1.0 + i for i in range(13)] if name.startswith("accumulated") else of_all)
         scales.append(rank["scale"])

@@ -22,7 +22,7 @@ from tests.support.cases import EVERYTHING
 
 CONFIG = {"compressor": "topk", "compress_ratio": 0.1, "communicator": "two_shot", **EVERYTHING}
 OUTER = {**CONFIG, "outer": {"every": 3, "delay": 2, "lr": 0.7, "momentum": 0.9}}
-# The steps before a checkpoint, and those after it. With OUTER, it has residuals of a meeting after step 5 and changes
+# The steps before a checkpoint, and those after it. With OUTER, it has residuals of a sync after step 5 and changes
 # that arrive after step 8, when all ranks have equal weights.
 STEPS = {"plain": (3, 2), "outer": (7, 1)}
 

@@ -70,8 +70,8 @@ OWN = {
 }
 
 
-def elastic_meetings() -> dict[str, Any]:
-    """Go on after a reset between two meetings, with the same ranks and with rank 1 as a new one."""
+def elastic_syncs() -> dict[str, Any]:
+    """Go on after a reset between two syncs, with the same ranks and with rank 1 as a new one."""
     results = {}
     for name in (*LOCAL, *OWN):
 

@@ -26,10 +26,10 @@ torch.manual_seed(0)
 model = torch.nn.Linear(64, 32)
 config = {"compressor": "topk", "compress_ratio": 0.01, "communicator": "two_shot", "check_replicas": 2}
 if kind == "0/1 Adam":
-    # It meets after steps 4, 9 and 14.
+    # It syncs after steps 4, 9 and 14.
     optimizer = grace.torch.optim.ZeroOneAdam(model.named_parameters(), lr=0.01, freeze_step=4, every=5, config=config)
 else:
-    # The process ends in mid-period, after a meeting, and the last step is a meeting.
+    # The process ends in mid-period, after a sync, and the last step is a sync.
     outer = {"outer": {"every": 4, "lr": 1.0, "momentum": 0.5, "warmup": 2}} if kind == "outer" else {}
     optimizer = grace.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), model.named_parameters(), {**config, **outer}

@@ -280,7 +280,7 @@ class OfAllRanks:
 
 
 def zero_one_adam() -> dict[str, Any]:
-    """Compare 0/1 Adam without compression with the recursion of the paper; with signs, look at who meets when."""
+    """Compare 0/1 Adam without compression with the recursion of the paper; with signs, look at who syncs when."""
     lr, freeze, options = (
         0.003,
         4,
@@ -303,7 +303,7 @@ def zero_one_adam() -> dict[str, Any]:
         learns = step in (1, 3)
         learnt, rate = learnt + learns, lr / (1 - BETA**step)
         rates += rate
-        meets = step <= freeze or step - freeze in (1, 2, 5, 8)
+        syncs = step <= freeze or step - freeze in (1, 2, 5, 8)
         for name in v:
             if learns:
                 v[name] = 0.999 * v[name] + 0.001 * np.mean([g[name] for g in each], axis=0) ** 2
@@ -314,19 +314,19 @@ def zero_one_adam() -> dict[str, Any]:
                 mine["m", name] = np.where(v[name] > 0, m, 0)
                 mine["u", name] = mine["u", name] + rate * mine["m", name]
                 mine[name] = mine[name] - rate * mine["m", name] / root
-            if meets:
+            if syncs:
                 moved = np.mean([mine["u", name] for mine in ranks.x], axis=0)
                 anchor[name] = anchor[name] - moved / root
                 for mine in ranks.x:
                     mine[name], mine["m", name], mine["u", name] = anchor[name], moved / rates, np.zeros_like(moved)
-        rates = 0.0 if meets else rates
+        rates = 0.0 if syncs else rates
     signs = trained(make, 13)
     errors = {
         "neither": outcome(lambda: ZeroOneAdam(make_net().named_parameters())),
         "scaler": outcome(lambda: ZeroOneAdam(make_net().named_parameters(), freeze_step=1, var_update_scaler=0)),
         "every": outcome(lambda: ZeroOneAdam(make_net().named_parameters(), freeze_step=1, every=0)),
         "grad_scaler": outcome(with_a_scaler),
-        "ranks": outcome(lambda: between_meetings(make)),
+        "ranks": outcome(lambda: between_syncs(make)),
     }
     return {
         "off": off(exact["flat"], {name: ranks.x[my_rank()][name] for name in v}),
@@ -334,7 +334,7 @@ def zero_one_adam() -> dict[str, Any]:
         "after": signs["after"],
         "step": signs["stats"]["step"],
         "errors": errors,
-        "frozen": frozen_between_meetings(make),
+        "frozen": frozen_between_syncs(make),
     }
 
 
@@ -346,8 +346,8 @@ def with_a_scaler() -> None:
     scaler.step(optimizer)
 
 
-def between_meetings(make: Any) -> None:
-    """Load the states of another number of ranks that had saved between two meetings."""
+def between_syncs(make: Any) -> None:
+    """Load the states of another number of ranks that had saved between two syncs."""
     net = make_net()
     optimizer = make(net)
     for step in range(7):
@@ -355,8 +355,8 @@ def between_meetings(make: Any) -> None:
     optimizer.load_state_dict([optimizer.state_dict()] * (world_size() + 1))
 
 
-def frozen_between_meetings(make: Any) -> bool:
-    """Freeze a parameter between two meetings: it returns to the weights after the last one."""
+def frozen_between_syncs(make: Any) -> bool:
+    """Freeze a parameter between two syncs: it returns to the weights after the last one."""
     net = make_net()
     optimizer = make(net)
     for step in range(12):

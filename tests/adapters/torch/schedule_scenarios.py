@@ -189,8 +189,8 @@ def local_steps() -> dict[str, Any]:
         if name == "none":
             alone = make_net()
             lonely = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-            for meeting in range(2):
-                train(alone, lonely, 3, start=3 * meeting)
+            for sync in range(2):
+                train(alone, lonely, 3, start=3 * sync)
                 with torch.no_grad():
                     for key, p in alone.named_parameters():
                         p.copy_(mean(p, f"alone.{key}"))
@@ -231,7 +231,7 @@ OUT = {
 
 
 def outer_participation() -> dict[str, Any]:
-    """Do the same where a part of the ranks contributes to each meeting; go on from the middle of a pending."""
+    """Do the same where a part of the ranks contributes to each sync; go on while an exchange is pending."""
     found = {
         name: _beside_a_simulation(config, {**outer, "participation": 0.5}, [4])
         for name, (config, outer) in OUT.items()
@@ -311,7 +311,7 @@ def _everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
     return [x.detach().clone() for x in (*model.parameters(), *model.buffers(), *arrays) if x.is_floating_point()]
 
 
-# The options of `state` and `buffers`, and by state the number of meetings between two means.
+# The options of `state` and `buffers`, and by state the number of syncs between two means.
 BESIDE = {
     "periods": ({"state": {"exp_avg": 1, "exp_avg_sq": 2}, "buffers": "local"}, {"exp_avg": 1, "exp_avg_sq": 2}),
     "average": ({"state": "average"}, {"exp_avg": 1, "exp_avg_sq": 1}),
@@ -320,7 +320,7 @@ BESIDE = {
 
 
 def outer_beside() -> dict[str, Any]:
-    """Let states of AdamW and statistics of BatchNorm meet as well; compare with all ranks trained by hand."""
+    """Let states of AdamW and statistics of BatchNorm sync as well; compare with all ranks trained by hand."""
     results: dict[str, Any] = {}
     for name, (options, rounds) in BESIDE.items():
         models = [_normed() for _ in range(world_size())]
@@ -428,7 +428,7 @@ def outer_beside() -> dict[str, Any]:
 
 
 def outer_discarded() -> dict[str, Any]:
-    """Drop what is on its way and all steps since the last meeting; the next steps are those of a fresh run."""
+    """Drop what is on its way and all steps since the last sync; the next steps are those of a fresh run."""
     config, outer = OUTER["streaming"]
     net, twin = make_net(), make_net()
     optimizer = wrap(net, config, outer=outer, optimizer=sgd(net, momentum=0.0))
@@ -462,7 +462,7 @@ def outer_mean_of_pytorch() -> dict[str, Any]:
     return {"apart": apart, "weights": weights(ours)}
 
 
-# Options of `outer` with meetings after every second step, passes per step, the largest norm, and what is averaged.
+# Options of `outer` with syncs after every second step, passes per step, the largest norm, and what is averaged.
 BY_HAND = {
     "accumulated and clipped": ({}, 2, 0.5, False),
     "momentum": ({"state": {"momentum_buffer": 1}}, 1, float("inf"), True),
@@ -523,10 +523,10 @@ def outer_with_a_scaler() -> dict[str, Any]:
     """Let the gradients of the last rank overflow in one inner step, which it skips; compare with steps by hand."""
     last, rate = world_size() - 1, 0.05
     nets = [make_net() for _ in range(world_size())]
-    for meeting in range(2):
+    for sync in range(2):
         for rank, net in enumerate(nets):
             for step, (x, y) in enumerate(batches(6, rank)):
-                if step // 3 == meeting and not (step == 1 and rank == last):
+                if step // 3 == sync and not (step == 1 and rank == last):
                     gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
                     with torch.no_grad():
                         for p, gradient in zip(net.parameters(), gradients, strict=True):

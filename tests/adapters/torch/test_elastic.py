@@ -36,15 +36,15 @@ def test_an_elastic_state_keeps_residuals_and_takes_new_ranks(launch):
 
 
 @on(Launch(TORCH, "horovodrun-gloo", 2), Launch(TORCH, "horovodrun-gloo", 3))
-def test_ranks_keep_what_they_have_of_their_own_between_two_meetings(launch):
-    ranks = scenario("elastic_meetings", launch)
+def test_ranks_keep_what_they_have_of_their_own_between_two_syncs(launch):
+    ranks = scenario("elastic_syncs", launch)
     for name, first in ranks[0].items():
         for rank in ranks:
             kept = [rank[name][key] for key in ("restored", "stayed", "went on")]
             assert all(kept), f"{name}: with the same ranks, nothing is lost"
         assert ranks[1][name]["weights"] == first["weights"], "a new rank latest with the weights of rank 0"
-        meets = name not in ("streaming", "local SGD")
-        assert len({rank[name]["end"] for rank in ranks}) == (1 if meets else len(ranks)), name
+        syncs = name not in ("streaming", "local SGD")
+        assert len({rank[name]["end"] for rank in ranks}) == (1 if syncs else len(ranks)), name
 
 
 @pytest.mark.slow

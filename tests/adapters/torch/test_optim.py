@@ -83,7 +83,7 @@ def test_zero_one_adam_is_the_recursion_of_the_paper(launch):
         # Two orders of steps on gradients of float32, whose noise is divided by small second moments.
         assert rank["off"] < 5e-5, rank["off"]
         assert rank["resumed"] == [True] * 26
-        # Four steps before the freeze, and the meetings after it.
+        # Four steps before the freeze, and the syncs after it.
         assert rank["step"] == 8
         assert rank["frozen"]
         errors = rank["errors"]
@@ -91,7 +91,7 @@ def test_zero_one_adam_is_the_recursion_of_the_paper(launch):
         assert "var_update_scaler must be at least 1, received 0" in errors["scaler"]
         assert "every must be at least 1 inner step, received 0" in errors["every"]
         assert "a GradScaler calls step()" in errors["grad_scaler"]
-        assert "ranks saved it between two meetings" in errors["ranks"]
+        assert "ranks saved it between two syncs" in errors["ranks"]
     apart = [len({rank["after"][step] for rank in ranks}) for step in range(13)]
     own = launch.ranks
     assert apart == [1] * 6 + [own, own, 1, own, own, 1, own]

@@ -1,4 +1,4 @@
-"""Formulas of a meeting of outer steps for one tensor, on arrays of any framework, eager or in a graph."""
+"""Formulas of a sync for one tensor, on arrays of any framework, eager or in a graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grace.core.ops.composites import ArrayOps
 from grace.core.spec import Array, State, TensorSpec
 
 
-def meet(
+def outer_update(
     outer: OuterSteps,
     ops: ArrayOps,
     spec: TensorSpec,
@@ -21,9 +21,9 @@ def meet(
     *,
     warming: Any,
 ) -> tuple[Array, Array, State]:
-    """Return the weights of all ranks after a meeting, those of this rank, and the state of the outer optimizer.
+    """Return the weights of all ranks after a sync, those of this rank, and the state of the outer optimizer.
 
-    All arrays are flat. `anchor` has the weights after the last meeting, `change` the mean over the ranks of (anchor -
+    All arrays are flat. `anchor` has the weights after the last sync, `change` the mean over the ranks of (anchor -
     weights), `own` the weights of this rank now, and `kept` the state of the outer optimizer. While `warming`, a bool
     or a 0-d condition, the ranks take the mean.
     """
