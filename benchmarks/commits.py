@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 METHODS = ["none", "fp16", "eightbit", "onebit", "signsgd", "signum", "efsignsgd", "qsgd", "natural", "terngrad"]
 METHODS += ["randomk", "topk", "threshold", "dgc", "adaptive", "inceptionn", "sketchml", "powersgd"]
-# Older commits have no `compressors.needed`.
+# Older commits have no `compressors.required`.
 NEEDED = {"randomk": {"memory": "residual"}, "threshold": {"threshold": 0.01}}
 TURNS, STEPS = 10, 8
 # Freed pages stay with the process, as in `grace bench step`.

@@ -99,7 +99,7 @@ def row_of(found: dict[str, np.ndarray], name: str, options: dict[str, Any]) -> 
     """Return the row of a method with a setting."""
     # Without a memory, most methods would warn.
     logging.getLogger("grace").setLevel(logging.ERROR)
-    config = {**grace.compressors.needed(name), **SHARED, "compressor": name, **options}
+    config = {**grace.compressors.required(name), **SHARED, "compressor": name, **options}
     bits, _ = mean_over_draws(config, found["normal"], 2)
     errors = {kind: mean_over_draws(config, x, 1)[1] for kind, x in found.items()}
     # Owners that send the mean on would round it once more.

@@ -183,7 +183,7 @@ def running_on(cores):
 
 def config_of(method):
     """Return the configuration of a method."""
-    return make_config({**compressors.needed(method.name), "compressor": method.name, **method.options})
+    return make_config({**compressors.required(method.name), "compressor": method.name, **method.options})
 
 
 def measured(path, models, links, ranks):

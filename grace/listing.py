@@ -88,7 +88,7 @@ def feedback(compressor: Compressor) -> str:
         return "harms"
     if compressor.contraction(EXAMPLE) == 1:
         return "not needed"
-    if "memory" in compressors.needed(compressors.name_of(compressor)):
+    if "memory" in compressors.required(compressors.name_of(compressor)):
         return "depends on the model"
     return "optional" if compressor.default_memory == "none" else "recommended"
 
@@ -146,12 +146,12 @@ def _options(cls: type) -> list[str]:
 
 def _by_options(name: str) -> bool:
     """Return whether a compressor needs options of which no example is known, as one from outside grace may."""
-    return not set(required(compressors.get(name))) <= set(compressors.needed(name))
+    return not set(required(compressors.get(name))) <= set(compressors.required(name))
 
 
 def memory_of(name: str) -> str:
     """Return the name of the memory that a compressor has unless the user names one, or that it must be named."""
-    return "to be named" if "memory" in compressors.needed(name) else compressors.example(name).default_memory
+    return "to be named" if "memory" in compressors.required(name) else compressors.example(name).default_memory
 
 
 def _documentation(cls: type) -> str:
@@ -223,7 +223,7 @@ def describe(name: str) -> str:
     texts = []
     for kind, registry in _registries().items():
         if name in registry:
-            found = registry.spelled(name)
+            found = registry.registered_name(name)
             lines = _wrapped(f"{found} ({kind}): {_summary(registry.get(found))}")
             facts = _facts(found) if kind == "compressor" else {}
             for topic, fact in {**facts, "options": _options(registry.get(found)) or ["none"]}.items():

@@ -72,7 +72,7 @@ def main() -> None:
     """Print one line per framework, method and variant."""
     for framework in sys.argv[1:] or ("numpy", "torch"):
         for name in grace.compressors:
-            needed = grace.compressors.needed(name)
+            needed = grace.compressors.required(name)
             for variant in VARIANTS:
                 print(
                     framework, name, variant, trained(framework, {"compressor": name, **needed, **variant}), flush=True

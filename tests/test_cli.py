@@ -147,7 +147,7 @@ def test_a_description_has_every_option_with_its_default(name):
     for registry in (compressors, memories, communicators):
         if name in registry:
             for each in dataclasses.fields(registry.get(name)):
-                required = each.name in compressors.needed(name) if registry is compressors else False
+                required = each.name in compressors.required(name) if registry is compressors else False
                 shown = "(required)" if required else f"= {json.dumps(each.default)}"
                 assert f"{each.name} {shown}" in words
 

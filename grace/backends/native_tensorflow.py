@@ -17,7 +17,7 @@ import tensorflow as tf
 from grace.backends.tensorflow_ops import TensorflowOps
 from grace.core.errors import PayloadError
 from grace.core.observe.log import logger
-from grace.core.ops.native import REBUILD, Native, in_words
+from grace.core.ops.native import REBUILD, Native, describe_fault
 from grace.core.spec import Array
 
 # The first words of the operation's messages.
@@ -73,7 +73,7 @@ def describe() -> str:
 
     Raises ConfigError for an invalid environment variable.
     """
-    return in_words(fault(), "CPU only")
+    return describe_fault(fault(), "CPU only")
 
 
 class NativeTensorflowOps(Native, TensorflowOps):

@@ -39,7 +39,7 @@ class Variant:
 
         What a configuration must name, but this one does not, is as in all tables.
         """
-        return {**compressors.needed(self.name), **shared, **self.options, "compressor": self.name}
+        return {**compressors.required(self.name), **shared, **self.options, "compressor": self.name}
 
 
 def parse_variants(given: Sequence[str], **shared: Any) -> list[Variant]:

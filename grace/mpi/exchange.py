@@ -133,7 +133,7 @@ class MPIExchange(Exchange):
             self.check_replicas()
         try:
             outer.send(weights, lr=lr)
-            return {**weights, **outer.shaped(outer.receive(weights))}
+            return {**weights, **outer.reshape(outer.receive(weights))}
         except BaseException:
             self.run.discard()
             outer.restore(before)

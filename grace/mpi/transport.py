@@ -47,7 +47,7 @@ class Connection:
         """The steps of all ranks, when they are connected."""
         return [int(step) for step in self._steps]
 
-    def advanced(self) -> bool:
+    def advance(self) -> bool:
         """Start what can be started; return whether all ranks are connected."""
         while self._request is not None and self._request.Test():
             self._request = next(self._requests, None)
@@ -80,10 +80,10 @@ class MPITransport(OrderedTransport):
         """
         connection = self._connecting = self._connecting or Connection(self._parent, step, self.lanes)
         try:
-            self._until(connection.advanced, lambda: what)
+            self._until(connection.advance, lambda: what)
         except WaitError as error:
             never_free([connection])
-            raise self._failed(error, lambda: what) from None
+            raise self._fail(error, lambda: what) from None
         self._comms, self._failure, self._connecting = connection.comms, None, None
         if self._comms:
             self._notes = Notes(self._comms[0])
@@ -169,10 +169,10 @@ class MPITransport(OrderedTransport):
 
     # --- waits --------------------------------------------------------------------------------------------------------
 
-    def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
+    def _fail(self, error: Exception, what: Callable[[], str]) -> Exception:
         # MPI reads and writes their buffers until its own end, and mpi4py finalizes it after Python has freed all.
         never_free(self._pending)
-        return super()._failed(error, what)
+        return super()._fail(error, what)
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
         looked = 0.0

@@ -510,15 +510,15 @@ class Exchange(core.Exchange, tf.Module):
     # --- one step -----------------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def filled(self, gradients: Sequence[Gradient | None], *, zeros: bool = False) -> list[Gradient | None]:
+    def fill(self, gradients: Sequence[Gradient | None], *, zeros: bool = False) -> list[Gradient | None]:
         """Return the gradients, with zeros for None where another rank has a gradient; for `zeros` see `__call__`.
 
         The first call contacts the other ranks. Raises StepError for a wrong number of gradients, ConfigError inside
         `jit_compile=True`, and MismatchError on every rank if the ranks differ.
         """
-        return self._agreed(gradients, zeros).filled(gradients)
+        return self._agree(gradients, zeros).fill(gradients)
 
-    def _agreed(self, gradients: Sequence[Gradient | None], zeros: bool) -> GraphStep:
+    def _agree(self, gradients: Sequence[Gradient | None], zeros: bool) -> GraphStep:
         """Return the step for these gradients, after the ranks have agreed on it."""
         failure, step = self._objection(gradients), self._step
         if step is None:
@@ -571,7 +571,7 @@ class Exchange(core.Exchange, tf.Module):
         had in the first step, ConfigError inside `jit_compile=True`, and MismatchError on every rank if the ranks
         differ.
         """
-        step = self._agreed(gradients, zeros)
+        step = self._agree(gradients, zeros)
         if tf.executing_eagerly() and self.advisor is not None:
             self.advisor.decide()
         return step(gradients, absent=absent, loss_scale=loss_scale, references=references)

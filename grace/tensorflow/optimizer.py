@@ -331,7 +331,7 @@ class Exchanges:
 
     grace: OptimizerExchange
 
-    def _known(self, variables: Sequence[Any] | None) -> list[Any]:
+    def _variables_of_call(self, variables: Sequence[Any] | None) -> list[Any]:
         """Return the variables of a call. Build the optimizer if necessary."""
         if variables is None:
             return self._trainable_variables
@@ -407,7 +407,7 @@ class Distributed(Exchanges):
             self.apply_locally(grads, trainable_variables, super().apply)
             return
         # Keras drops variables without a gradient on this rank, although another rank may have one.
-        grads = self._filled(grads, trainable_variables)
+        grads = self._fill(grads, trainable_variables)
         if isinstance(self, MULTI_OPTIMIZER):
             # A MultiOptimizer never clips. Its inner optimizers do, and they are plain ones.
             grads = self.exchanged(grads)
@@ -419,14 +419,14 @@ class Distributed(Exchanges):
                 "grace.tensorflow.DistributedGradientTape."
             )
 
-    def _filled(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
-        variables, count = self._known(variables), len(self._trainable_variables)
+    def _fill(self, grads: Sequence[Gradient | None], variables: Sequence[Any] | None) -> list[Gradient | None]:
+        variables, count = self._variables_of_call(variables), len(self._trainable_variables)
         places = self._places(grads, variables)
         if self.gradient_accumulation_steps:
             # Keras accumulates rows in a dense array, and that array is exchanged.
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         self._call = _Call(places, frozenset(range(count)) - set(places))
-        filled = self.grace.filled(placed(grads, places, count))
+        filled = self.grace.fill(arrange(grads, places, count))
         return [filled[place] for place in places]
 
     def _backend_apply_gradients(self, grads: Sequence[Gradient], trainable_variables: Sequence[Any]) -> None:
@@ -443,7 +443,7 @@ class Distributed(Exchanges):
     def exchanged(self, grads: Sequence[Gradient | None], loss_scale: tf.Tensor | None = None) -> list[Gradient | None]:
         """Exchange the gradients of this call of `apply`, and return those to apply."""
         self._call.asked = True
-        given = placed(grads, self._call.places, len(self._trainable_variables))
+        given = arrange(grads, self._call.places, len(self._trainable_variables))
         merged = self.grace(given, absent=self._call.absent, loss_scale=loss_scale)
         if self._summed_passes > 1:
             merged = [m if m is None else keras.ops.multiply(m, self._summed_passes) for m in merged]
@@ -469,12 +469,12 @@ class Distributed(Exchanges):
 
         The gradients are `scale` times as large as `apply` applies them. A step that it leaves out counts all the same.
         """
-        places, exchange = self._places(grads, self._known(trainable_variables)), self.grace
+        places, exchange = self._places(grads, self._variables_of_call(trainable_variables)), self.grace
         outer = exchange.outer
         assert outer is not None
         check_outer(exchange.config, _WHERE, average=True, size=exchange.size)
         # The first call contacts the other ranks. That must happen outside of the conditional branches below.
-        exchange.filled([tf.zeros_like(inside(v)) for v in self._trainable_variables])
+        exchange.fill([tf.zeros_like(inside(v)) for v in self._trainable_variables])
         outer.before(self.inner_steps(), exchange.graph)
         taken, complete = self._iterations.value.read_value() + 1, self.completes
         if self.gradient_accumulation_steps:
@@ -484,7 +484,7 @@ class Distributed(Exchanges):
             factor = (1.0 if scale is None else scale) * (self.loss_scale_factor or 1.0)
             given = {i: tf.convert_to_tensor(g) / factor for i, g in zip(places, grads, strict=True) if g is not None}
             rate = exchange._learning_rate()
-            corrected = outer.corrected(given, tf.where(complete, rate, tf.zeros_like(rate)))
+            corrected = outer.correct(given, tf.where(complete, rate, tf.zeros_like(rate)))
             grads = [None if i not in corrected else corrected[i] * factor for i in places]
         with self.after_exchange():
             apply(grads, trainable_variables)
@@ -587,7 +587,7 @@ def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int)
     return optimizer
 
 
-def placed(grads: Sequence[Gradient | None], places: Sequence[int], count: int) -> list[Gradient | None]:
+def arrange(grads: Sequence[Gradient | None], places: Sequence[int], count: int) -> list[Gradient | None]:
     """Return the gradients in the order of the optimizer's variables, None for variables without a gradient."""
     ordered: list[Gradient | None] = [None] * count
     for place, gradient in zip(places, grads, strict=True):

@@ -50,7 +50,7 @@ def _with_one_decision(keras_apply: Any) -> Any:
             scale = self.dynamic_scale.value.read_value()
             inner.apply_locally(list(grads), trainable_variables, partial(_apply_once, self, keras_apply), scale)
             return
-        grads = inner._filled(list(grads), trainable_variables)
+        grads = inner._fill(list(grads), trainable_variables)
         if inner.gradient_accumulation_steps:
             factor = tf.where(inner.grace.graph.everywhere(self.check_finite(grads)), 1.0, float("nan"))
             keras_apply(self, _times(grads, factor), trainable_variables)
@@ -86,7 +86,7 @@ def _apply_once(
     tf.cond(inner.completes, always(last), always(before))
 
 
-def _noting(keras_scale: Any) -> Any:
+def _make_scale_loss(keras_scale: Any) -> Any:
     """Return a `LossScaleOptimizer.scale_loss` that notes the loss for outer steps, as the inner optimizer's does."""
 
     @wraps(keras_scale)
@@ -128,14 +128,14 @@ def _without_old_functions(keras_make: Any) -> Any:
         keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))
         exchange = getattr(inner, "grace", None)
         if exchange is not None and self.train_function not in _made:
-            self.train_function = _deciding(self.train_function, weakref.ref(self), exchange, keras_make)
+            self.train_function = _make_train_function(self.train_function, weakref.ref(self), exchange, keras_make)
             _made.add(self.train_function)
         return self.train_function
 
     return make_train_function
 
 
-def _deciding(train: Any, model: Callable[[], Any], exchange: Exchange, keras_make: Any) -> Any:
+def _make_train_function(train: Any, model: Callable[[], Any], exchange: Exchange, keras_make: Any) -> Any:
     """Return a train function of a model that lets the advisor of its exchange decide first, where no graph runs.
 
     After a change of the method, the function of Keras is traced again.
@@ -163,6 +163,6 @@ def _deciding(train: Any, model: Callable[[], Any], exchange: Exchange, keras_ma
 
 
 keras.optimizers.LossScaleOptimizer.apply = _with_one_decision(keras.optimizers.LossScaleOptimizer.apply)
-keras.optimizers.LossScaleOptimizer.scale_loss = _noting(keras.optimizers.LossScaleOptimizer.scale_loss)
+keras.optimizers.LossScaleOptimizer.scale_loss = _make_scale_loss(keras.optimizers.LossScaleOptimizer.scale_loss)
 keras.optimizers.LossScaleOptimizer.grace = property(lambda self: self.inner_optimizer.grace)
 keras.Model.make_train_function = _without_old_functions(keras.Model.make_train_function)

@@ -58,13 +58,13 @@ class Replicas:
             due = tf.logical_or(due, tf.logical_and(taken > 0, tf.equal(taken % self._every, 0)))
 
         def compare() -> tf.Tensor:
-            return _compared({**weights, **states}, len(weights), tf.stack([taken, step]), transport)
+            return _compare({**weights, **states}, len(weights), tf.stack([taken, step]), transport)
 
         tf.cond(due, compare, lambda: tf.constant(True))
         self._taken.assign(taken + 1)
 
 
-def _compared(
+def _compare(
     variables: Mapping[str, tf.Variable], weights: int, moment: tf.Tensor, transport: HorovodTransport
 ) -> tf.Tensor:
     names = list(variables)
@@ -72,11 +72,11 @@ def _compared(
     mine = _in_python(
         functools.partial(_digests, names), [v.read_value() for v in variables.values()], tf.int64, [len(names) + 1]
     )
-    brief = _gathered(mine[-1:], "replicas", transport)
+    brief = _gather(mine[-1:], "replicas", transport)
 
     def explain() -> tf.Tensor:
-        everyone = _gathered(tf.concat([mine[:-1], moment], 0), "replicas.detail", transport)
-        text = _in_python(functools.partial(_explained, names, weights, transport.rank), [everyone], tf.string, [])
+        everyone = _gather(tf.concat([mine[:-1], moment], 0), "replicas.detail", transport)
+        text = _in_python(functools.partial(_explain, names, weights, transport.rank), [everyone], tf.string, [])
         check = tf.debugging.Assert(tf.equal(text, ""), [text])
         with tf.control_dependencies([check]):
             return tf.constant(False)
@@ -90,7 +90,7 @@ def _in_python(function: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.
     return result
 
 
-def _gathered(values: tf.Tensor, name: str, transport: HorovodTransport) -> tf.Tensor:
+def _gather(values: tf.Tensor, name: str, transport: HorovodTransport) -> tf.Tensor:
     """Return the int64 values of all ranks, one after another."""
     everyone = transport.allgather(tf.reshape(tf.bitcast(values, tf.uint8), [-1]), name=name).wait()
     transport.end_turn()
@@ -102,7 +102,7 @@ def _digests(names: list[str], *arrays: np.ndarray[Any, Any]) -> np.ndarray[Any,
     return np.array([*found.values(), int.from_bytes(summary(found), "little", signed=True)], np.int64)
 
 
-def _explained(names: list[str], weights: int, rank: int, everyone: np.ndarray[Any, Any]) -> bytes:
+def _explain(names: list[str], weights: int, rank: int, everyone: np.ndarray[Any, Any]) -> bytes:
     """Return the text of the error.
 
     Every rank tells the digests of `names`, the first `weights` of which are weights, its steps in this process, and

@@ -322,7 +322,7 @@ class VariableRun:
                 unit,
                 {
                     kind: {key: tensors[state.name] for key, state in states.items()}
-                    if kind != "memory" or unit.kept_by(rank)
+                    if kind != "memory" or unit.is_kept_by(rank)
                     else {}
                     for kind, states in stage.variables[name].items()
                 },

@@ -85,7 +85,7 @@ class GraphStep:
             lr = exchange._learning_rate()
 
             def exchanged(stage: Stage) -> list[Gradient]:
-                return self._exchanged(stage, gradients, references, lr, absent, only, resting, out, *scales)
+                return self._exchange_stage(stage, gradients, references, lr, absent, only, resting, out, *scales)
 
             merged = list(run.select(exchanged))
             results = tf.nest.flatten(merged, expand_composites=True)
@@ -109,7 +109,7 @@ class GraphStep:
             "that are missing"
         )
 
-    def filled(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+    def fill(self, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
         """Return the gradients in the form that the ranks agreed on, with zeros for None where a rank has one."""
         for (spec, kind), gradient in zip(self._kinds, gradients, strict=True):
             if kind is None and gradient is not None:
@@ -140,7 +140,7 @@ class GraphStep:
         """
 
         def given(some: Sequence[Gradient | None]) -> list[Gradient]:
-            pairs = zip(self._kinds, self.filled(some), strict=True)
+            pairs = zip(self._kinds, self.fill(some), strict=True)
             return [as_kind(None, "dense", spec) if x is None else x for (spec, _), x in pairs]
 
         if self._traced is not self._states.live:
@@ -291,7 +291,7 @@ class GraphStep:
         times = tf.stack([*map(time_after, given.values()), time_after(*results)])
         tf.numpy_function(tell, [times, *given.values()], [])
 
-    def _exchanged(
+    def _exchange_stage(
         self,
         stage: Stage,
         gradients: Sequence[Gradient],

@@ -87,7 +87,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         if not isinstance(config, Exchange):
             # A persistent tape may compute the gradients of several lists of variables.
             fresh = given if not given.built else Exchange(config, **arguments, **options)
-            exchange = self.grace = _found(fresh, sources)
+            exchange = self.grace = _find(fresh, sources)
         if not exchange.built:
             exchange.build(sources, gradients)
         places = exchange.places(sources)
@@ -127,7 +127,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
     return wrapped
 
 
-def _found(exchange: Exchange, variables: Sequence[Any]) -> Exchange:
+def _find(exchange: Exchange, variables: Sequence[Any]) -> Exchange:
     """Return the exchange of an earlier tape with the same configuration and variables, or else this one."""
     key = (repr(exchange.settings()), exchange.process_set.process_set_id, *(id(v) for v in variables))
     # A new variable may have the id of a deleted one.

@@ -78,7 +78,7 @@ class HorovodTransport(Transport):
         either = tf.raw_ops.Select(condition=self._turn, x=x, y=x)
         return tf.raw_ops.PlaceholderWithDefault(input=either, shape=x.shape)
 
-    def _kept(self, result: tf.Tensor) -> tf.Tensor:
+    def _keep(self, result: tf.Tensor) -> tf.Tensor:
         """Note the result of a collective for `end_turn`, and return it."""
         if not tf.executing_eagerly():
             self._results.append(result)
@@ -111,17 +111,17 @@ class HorovodTransport(Transport):
         if kind == "alltoall":
             splits = tf.stack([tf.size(part) for part in collective.buffers])
             x = self._at_run_time(tf.concat(list(collective.buffers), 0))
-            return Done(self._kept(hvd.alltoall(x, splits=splits, **named)[0]))
+            return Done(self._keep(hvd.alltoall(x, splits=splits, **named)[0]))
         x = self._at_run_time(x)
         if kind == "allreduce":
             op = {"sum": hvd.Sum, "max": hvd.Max}[collective.op]
-            return Done(self._kept(hvd.allreduce(x, op=op, **named)))
+            return Done(self._keep(hvd.allreduce(x, op=op, **named)))
         if kind == "broadcast":
             # Horovod expects the root as a global rank, even within a process set.
-            return Done(self._kept(hvd.broadcast(x, self._process_set.ranks[collective.root], **named)))
+            return Done(self._keep(hvd.broadcast(x, self._process_set.ranks[collective.root], **named)))
         if collective.equal and self.size == 2 and self._on_cpu and x.shape.num_elements():
             return Done(self._gather_of_two(x, name))
-        return Done(self._kept(hvd.allgather(x, **named)))
+        return Done(self._keep(hvd.allgather(x, **named)))
 
     def _gather_of_two(self, x: tf.Tensor, name: str) -> list[tf.Tensor]:
         """Gather the byte buffers of two ranks, of equal length, by an allreduce.
@@ -132,7 +132,7 @@ class HorovodTransport(Transport):
         n = x.shape.num_elements()
         padded = tf.pad(x, [[0, -n % 4]]) if n % 4 else x
         mine = tf.bitcast(tf.reshape(padded, [-1, 4]), tf.int32)
-        other = self._kept(hvd.allreduce(mine, op=hvd.Sum, **self._named(name))) - mine
+        other = self._keep(hvd.allreduce(mine, op=hvd.Sum, **self._named(name))) - mine
         theirs = tf.reshape(tf.bitcast(other, tf.uint8), [-1])[:n]
         return [x, theirs] if self.rank == 0 else [theirs, x]
 
@@ -143,13 +143,13 @@ class HorovodTransport(Transport):
         if self.size == 1:
             return x
         if isinstance(x, tf.IndexedSlices):
-            values = self._kept(hvd.allgather(self._at_run_time(x.values), **self._named(f"{name}.values")))
-            indices = self._kept(hvd.allgather(self._at_run_time(x.indices), **self._named(f"{name}.indices")))
+            values = self._keep(hvd.allgather(self._at_run_time(x.values), **self._named(f"{name}.values")))
+            indices = self._keep(hvd.allgather(self._at_run_time(x.indices), **self._named(f"{name}.indices")))
             if op == hvd.Average:
                 values = values / tf.cast(self.size, values.dtype)
             return tf.IndexedSlices(values, indices, x.dense_shape)
         scale = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if op == hvd.Average else {}
-        return self._kept(hvd.allreduce(self._at_run_time(x), op=op, **scale, **self._named(name)))
+        return self._keep(hvd.allreduce(self._at_run_time(x), op=op, **scale, **self._named(name)))
 
 
 def broadcast(variables: Iterable[tf.Variable], root_rank: int, process_set: Any = hvd.global_process_set) -> None:

@@ -71,7 +71,7 @@ class OptimizerAdapter(ABC):
             setattr(optimizer, name, method)
             # Lightning's wrapper has a class derived from this one. It would find other methods there, which act on the
             # wrapper instead of this optimizer, and zero_grad() would call itself for ever.
-            setattr(type(optimizer), name, _forwarded(method))
+            setattr(type(optimizer), name, _forward(method))
 
         def step(_: Any, closure: Any = None) -> Any:
             return self.step(closure)
@@ -201,7 +201,7 @@ class GradientAdapter(OptimizerAdapter):
                 some = gradient.detach().flatten()[:: max(1, gradient.numel() // 16)]
                 self.samples.append((some, some.clone()))
         # Detached, because hooks may run with gradients enabled.
-        gradient = self.loss_scale.unscaled(gradient.detach())
+        gradient = self.loss_scale.unscale(gradient.detach())
         self.run.current.ready(name, gradient, lr, self.references.of(p))
         return functools.partial(self.exchange.result, name), None
 
@@ -265,7 +265,7 @@ class GradientAdapter(OptimizerAdapter):
             self.synchronize()
         optimizer._synchronized = False
         result = self.plain.step()
-        self.references.applied()
+        self.references.note_applied()
         self.rollback.release()
         # A scaler looks at gradients before step() exchanges them, or after synchronize(). The samples have shown the
         # former if any is compressed, and the latter does no harm if none is.
@@ -318,10 +318,10 @@ class GradientAdapter(OptimizerAdapter):
     def _refuse_changed_gradients(self) -> None:
         for p, (gradient, version) in self.taken.items():
             if p.grad is not gradient or gradient._version != version:
-                raise _changed(f"the gradient of tensor '{self.names[p]}' was")
+                raise _changed_error(f"the gradient of tensor '{self.names[p]}' was")
         # Compare bytes: NaN is not equal to itself.
         if not all(torch.equal(now.clone().view(torch.uint8), then.view(torch.uint8)) for now, then in self.samples):
-            raise _changed("gradients were")
+            raise _changed_error("gradients were")
 
     def refuse_while_under_way(self, call: str) -> None:
         """Raise StepError if a step has failed, or if gradients are being exchanged."""
@@ -355,7 +355,7 @@ def give_own_class(optimizer: Any, *mixins: type) -> None:
     optimizer.__class__ = type(plain.__name__, (*mixins, plain), {"__module__": plain.__module__})
 
 
-def _changed(what: str) -> StepError:
+def _changed_error(what: str) -> StepError:
     return StepError(
         f"{what} changed between backward() and step(), when the exchange had begun: the ranks would train apart. "
         "To clip gradients, call optimizer.synchronize() first, and then optimizer.step() inside "
@@ -372,6 +372,6 @@ def _refuse_copy() -> None:
     )
 
 
-def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the bound method as one that can be set on a class."""
     return lambda self, *arguments, **options: method(*arguments, **options)

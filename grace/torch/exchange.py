@@ -15,7 +15,7 @@ from grace.core.session import exchange as core
 from grace.core.session.comparisons import Comparisons
 from grace.core.session.outer_setup import follows_steps
 from grace.core.session.start import Session
-from grace.core.state.checkpoint import carrying
+from grace.core.state.checkpoint import carried_tensors
 from grace.core.state.rollback import Rollback
 from grace.core.state.run import Run
 from grace.torch.library import Library
@@ -107,7 +107,7 @@ class Exchange(core.Exchange):
         """Go on with the ranks that the library has now; return the numbers of ranks before and now."""
         before = self.size
         self.rank, self.ranks, self._world = self.transport.rank, self.transport.ranks, [self._library.world]
-        self.run.move(self._plans_for(self.ranks, carrying(self.plan.stateful)), before)
+        self.run.move(self._plans_for(self.ranks, carried_tensors(self.plan.stateful)), before)
         for outer in self.outers:
             outer.ranks_changed()
         self.comparisons.restart("the first step")
@@ -186,7 +186,7 @@ class Exchange(core.Exchange):
     def _forget_earlier(self) -> None:
         """Forget the states before earlier steps, because others were loaded."""
         self.rollback.release()
-        self.loss_scale.loaded()
+        self.loss_scale.forget_before()
 
     def _digest(self, x: torch.Tensor) -> int:
         return digest(self._ops(str(x.device)), x.detach())

@@ -28,7 +28,7 @@ class LossScale:
         self._before: Savepoint | None = None
         self._applied = False
         # The scaler's names for our optimizers of which it has unscaled gradients in this step.
-        self._unscaled: set[int] = set()
+        self._unscale: set[int] = set()
 
     @property
     def has_scaler(self) -> bool:
@@ -42,7 +42,7 @@ class LossScale:
             if self._before is None:
                 self._before = self._run.savepoint
 
-    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient divided by the scale."""
         self._begin()
         return gradient * (1.0 / self._scale) if self._scale else gradient
@@ -62,18 +62,18 @@ class LossScale:
         """Forget the scale: all gradients are exchanged."""
         self._scale = None
 
-    def loaded(self) -> None:
+    def forget_before(self) -> None:
         """Forget the states before the step, because others were loaded."""
         self._before = None
 
     def forget(self) -> None:
         """Forget the step under way, and make the scaler forget it: else it would not unscale the next gradients."""
         self._scale = self._before = None
-        for optimizer in self._unscaled:
+        for optimizer in self._unscale:
             self._scaler._per_optimizer_states.pop(optimizer, None)  # type: ignore[union-attr]
-        self._unscaled.clear()
+        self._unscale.clear()
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
         """Take note of a call of the optimizer's own step."""
         self._applied = not is_skipped(optimizer)
 
@@ -97,17 +97,17 @@ class LossScale:
 
         def unscale_(which: torch.optim.Optimizer) -> None:
             if is_ours(which):
-                self._unscaled.add(id(which))
+                self._unscale.add(id(which))
                 synchronize()
             unscale(which)
 
         def step(which: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not is_ours(which):
                 return scaler_step(which, *args, **kwargs)
-            self._unscaled.add(id(which))
+            self._unscale.add(id(which))
             synchronize()
             self._applied = False
-            handle = which.register_step_post_hook(self._stepped)
+            handle = which.register_step_post_hook(self._note_step)
             try:
                 with exchanged():
                     result = scaler_step(which, *args, **kwargs)
@@ -116,7 +116,7 @@ class LossScale:
             if not self._applied and self._before is not None:
                 self._run.put_back(self._before)
             self._before = None
-            self._unscaled.clear()
+            self._unscale.clear()
             done()
             return result
 

@@ -44,7 +44,7 @@ class ModelExchange(Exchange, ABC):
         """Call `stepped` after each step of every optimizer from now on: the model is registered."""
         _registered.add(self)
         if not _hooked:
-            _hooked.append(register_optimizer_step_post_hook(_stepped))
+            _hooked.append(register_optimizer_step_post_hook(_note_step))
 
     @abstractmethod
     def _forget_pass(self) -> None:
@@ -67,19 +67,19 @@ class ModelExchange(Exchange, ABC):
         finally:
             self._references.clear()
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of any optimizer. Warn in its first one if the two are known to be a poor pair."""
-        self._references.stepped(optimizer)
+        self._references.note_step(optimizer)
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        ours = set(self.exchanged())
+        ours = set(self.exchanged_parameters())
         if any(p in ours for group in optimizer.param_groups for p in group["params"]):
             self.optimizers.append(describe(optimizer))
             if self._logs:
                 warn_of_pairs(self.config, self.optimizers[-1])
 
-    def exchanged(self) -> list[torch.Tensor]:
+    def exchanged_parameters(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges."""
         return [self._parameters[spec.name] for spec in self._specs]
 
@@ -137,7 +137,7 @@ class ReplicatedExchange(ModelExchange):
         self.loss_scale.attach_to(lambda: self.trained)
         self._note_steps()
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of any optimizer, which may have applied gradients.
 
         Raises StepError in its first one if some of them were not exchanged, because the model has other parameters.
@@ -152,7 +152,7 @@ class ReplicatedExchange(ModelExchange):
                     "exchanged and the ranks train apart. Add layers, or load by load_state_dict(assign=True), which "
                     "replaces parameters, before you wrap the model in DistributedDataParallel and register it."
                 )
-        super().stepped(optimizer)
+        super().note_step(optimizer)
         self._pending.note_step(optimizer)
 
     def _refuse_converted(self, parameters: Iterable[torch.Tensor], instead: str) -> None:
@@ -179,12 +179,12 @@ class ReplicatedExchange(ModelExchange):
         self._pending.forget()
 
 
-def _stepped(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+def _note_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
     for exchange in list(_registered):
-        exchange.stepped(optimizer)
+        exchange.note_step(optimizer)
 
 
 def is_registered(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether a registered model that still exists exchanges the gradient of one of the parameters."""
-    exchanged = {p for exchange in _registered for p in exchange.exchanged()}
+    exchanged = {p for exchange in _registered for p in exchange.exchanged_parameters()}
     return any(p in exchanged for p in parameters)

@@ -36,7 +36,7 @@ class PlainOptimizer(InnerOptimizer):
         rate_of = {p: float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
         return {name: rate_of[p] for name, p in self._parameters.items()}
 
-    def resting(self) -> list[str]:
+    def frozen_names(self) -> list[str]:
         return [name for name, p in self._parameters.items() if not p.requires_grad]
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ class OuterAdapter(OptimizerAdapter):
             return
         step = self.scaler.step
 
-        def counted(optimizer: Any, *given: Any, **options: Any) -> Any:
+        def count(optimizer: Any, *given: Any, **options: Any) -> Any:
             taken = self.steps.run.state.steps
             result = step(optimizer, *given, **options)
             # A wrapper such as Lightning's forwards the attribute.
@@ -114,7 +114,7 @@ class OuterAdapter(OptimizerAdapter):
                 self.steps.after()
             return result
 
-        self.scaler.step = counted
+        self.scaler.step = count
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of this rank, and exchange what the weights have moved if it is time."""

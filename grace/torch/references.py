@@ -42,7 +42,7 @@ class References:
         gradient = self._gradients[p]
         if gradient is None:
             return torch.zeros_like(p)
-        return self._exchange.loss_scale.unscaled(gradient.to_dense() if gradient.is_sparse else gradient)
+        return self._exchange.loss_scale.unscale(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def evaluate(self, closure: Callable[[], Any]) -> None:
         """Evaluate a closure at earlier weights, unless this is a full round; weights and gradients return.
@@ -81,15 +81,15 @@ class References:
         """Forget the second gradients, which belong to one exchange."""
         self._gradients = {}
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note of a step of an optimizer, of these parameters or of others."""
         if self._kept is None:
             return
         ours = any(p in self.names for group in optimizer.param_groups for p in group["params"])
         if ours and not is_skipped(optimizer):
-            self.applied()
+            self.note_applied()
 
-    def applied(self) -> None:
+    def note_applied(self) -> None:
         """Take note that the gradients of the last `evaluate` were applied."""
         if self._kept is not None:
             self._exchange.earlier = self._kept

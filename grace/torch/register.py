@@ -65,9 +65,9 @@ def register(
     if optimizer is not None:
         library = TorchDistributed(process_group, request.timeout, WHERE)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        return wrap(request, library, optimizer, _named_in(model), grad_scaler, sites=ranks).grace
+        return wrap(request, library, optimizer, _named_tensors_of(model), grad_scaler, sites=ranks).grace
     model = _parallel_in(model)
-    parallel = isinstance(model, (DistributedDataParallel, _sharded()))
+    parallel = isinstance(model, (DistributedDataParallel, _sharded_class()))
     if parallel and process_group is not None:
         raise ConfigError(
             f"{WHERE}: process_group names the ranks of a plain model or of outer steps, and DDP and FSDP2 have their "
@@ -105,14 +105,14 @@ def register(
     return exchange
 
 
-def _named_in(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _named_tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters of a model, and the buffers that are saved with it; caches and the like are not."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
     saved = module.state_dict()
     return [*module.named_parameters(), *((name, x) for name, x in module.named_buffers() if name in saved)]
 
 
-def _sharded() -> Any:
+def _sharded_class() -> Any:
     """Return the class of models in FSDP2, or () if none was made: who has applied `fully_shard` has imported it."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
@@ -130,7 +130,7 @@ def _parallel_in(model: torch.nn.Module) -> torch.nn.Module:
                 "one in FullyShardedDataParallel (FSDP1); shard it by fully_shard."
             )
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if not inside and isinstance(module, (DistributedDataParallel, _sharded())):
+        if not inside and isinstance(module, (DistributedDataParallel, _sharded_class())):
             found[name] = module
     if len(found) > 1:
         names = list(found)

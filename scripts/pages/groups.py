@@ -12,7 +12,7 @@ def memory_defaults(block: Block) -> list[str]:
     """Return which memory is the default of which methods."""
     methods: dict[str, list[str]] = {name: [] for name in memories}
     for name, compressor in compressors.ready():
-        if "memory" not in compressors.needed(name):
+        if "memory" not in compressors.required(name):
             methods[compressor.default_memory].append(f"`{name}`")
     lines = [row("memory", "default of"), row("---", "---")]
     return lines + [row(f"`{memory}`", ", ".join(names)) for memory, names in methods.items() if names]

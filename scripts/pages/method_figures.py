@@ -49,7 +49,7 @@ def caption(name: str) -> str:
 
 def draw(name: str) -> bytes:
     """Draw every element of a gradient against its decoded value."""
-    needed = compressors.needed(name)
+    needed = compressors.required(name)
     config = {"compressor": name, **needed, "memory": "none", "default_rules": False, **_options(name)}
     simulation = Simulation(1, {"x": SHAPE}, config)
     steps = LATER.get(name, 1)

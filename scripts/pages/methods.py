@@ -88,7 +88,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 def units(name: str, ranks: int) -> list[Unit]:
     """Return the units as which some ranks exchange the example by `auto`."""
-    config = make_config({"compressor": name, **compressors.needed(name), "default_rules": False})
+    config = make_config({"compressor": name, **compressors.required(name), "default_rules": False})
     return make_plan([EXAMPLE], config, ranks=Ranks(ranks)).units
 
 
@@ -170,7 +170,7 @@ def communicator_text(compressor: Compressor) -> str:
 
 def memory_text(name: str) -> str:
     """Return which memory is the default, or that there is none."""
-    return "must be named" if "memory" in compressors.needed(name) else f"`{memory_of(name)}` by default"
+    return "must be named" if "memory" in compressors.required(name) else f"`{memory_of(name)}` by default"
 
 
 def optimizers(name: str) -> dict[str, str]:

@@ -182,7 +182,7 @@ def feedback(block: Block) -> list[str]:
         for place in places:
             texts = [percent(row_of(label, *place), *place, band=False) for label in both]
             cells.append(" / ".join(texts) if all(texts) else "")
-        asked = "memory" in compressors.needed(compressors.name_of(method.made.method.compressor))
+        asked = "memory" in compressors.required(compressors.name_of(method.made.method.compressor))
         label = name.removesuffix(":communicator=allgather")
         lines.append(table_row(f"`{label}`", "to be named" if asked else "with" if on else "without", *cells))
     return lines

@@ -458,7 +458,7 @@ def test_the_gentlest_of_equal_rows_is_the_best_and_risky_ones_are_not(monkeypat
 
 def test_the_risk_follows_optimizer_error_and_evidence():
     def risk(name, error, optimizers, **options):
-        return risk_of({**compressors.needed(name), **options, "compressor": name}, error, optimizers)
+        return risk_of({**compressors.required(name), **options, "compressor": name}, error, optimizers)
 
     assert risk("none", 0.0, []).grade == 0
     assert risk("fp16", 0.0, [ADAM]).grade == 0

@@ -85,7 +85,7 @@ def test_the_timed_step_is_that_of_the_engine(name):
     step = LocalStep(unit, get_ops("numpy"), RANKS)
     # Where a payload can be added, it is timed as a summed one. On two ranks, "auto" gathers that of `uniform`.
     travels = {"communicator": usual_communicator(compressors.example(name))}
-    config = {"compressor": name, **compressors.needed(name), "default_rules": False, **travels}
+    config = {"compressor": name, **compressors.required(name), "default_rules": False, **travels}
     simulation = Simulation(RANKS, [unit.spec], config)
     # gradiveq starts to compress after ten steps.
     for number in range(12):
@@ -215,7 +215,13 @@ def error(name, framework="numpy", ranks=RANKS, numel=2000, **options):
 def test_the_error_is_that_of_a_step_without_memory(name):
     shape = near_square(2000)
     travels = {"communicator": usual_communicator(compressors.example(name))}
-    config = {"compressor": name, **compressors.needed(name), "memory": "none", "default_rules": False, **travels}
+    config = {
+        "compressor": name,
+        **compressors.required(name),
+        "memory": "none",
+        "default_rules": False,
+        **travels,
+    }
     simulation = Simulation(RANKS, {"tensor": shape}, config)
     gradients = Gradients(shape, (measure.WARM_UP + 1) * RANKS)
     given = [gradients.array()[gradients.window(rank)].reshape(shape) for rank in range(RANKS)]

@@ -46,7 +46,7 @@ def test_the_line_is_seen_without_any_set_up():
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_every_method_is_told_in_one_line_with_the_bytes_of_its_plan(name):
-    config = {"compressor": name, **compressors.needed(name), "default_rules": False}
+    config = {"compressor": name, **compressors.required(name), "default_rules": False}
     (_, plan), *_ = stages(config)
     line = said(config)
     assert line.count("\n") == 1

@@ -85,7 +85,7 @@ def test_the_reason_of_nodes_is_that_of_their_shards():
 
 @pytest.mark.parametrize("name", ["none", "fp16", "randomk", "powersgd"])
 def test_what_can_be_added_is_added(name):
-    assert {chosen(size, compressor=name, **grace.compressors.needed(name))[0] for size in (1, 2, 8)} == {"allreduce"}
+    assert {chosen(size, compressor=name, **grace.compressors.required(name))[0] for size in (1, 2, 8)} == {"allreduce"}
 
 
 def test_a_sum_that_takes_more_bits_is_gathered_where_that_moves_less():

@@ -19,7 +19,7 @@ from grace.core.wire.checksum import checksum
 from grace.testing.harness import FRAMEWORKS
 from tests.support.covering import rest_slow
 
-CACHES = (table._announced, table._reference, table._kernels, table._make)
+CACHES = (table._announce_kernels, table._reference, table._kernels, table._make)
 
 
 class OutsideOps(NumpyOps):

@@ -172,7 +172,7 @@ def test_everything_follows_from_the_compressor():
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_every_compressor_has_parts_that_suit_it(name):
-    config = make_config(compressor=name, **compressors.needed(name))
+    config = make_config(compressor=name, **compressors.required(name))
     assert memories.name_of(config.method.memory) == config.method.compressor.default_memory
     assert communicators.name_of(config.method.communicator) == "auto"
 
@@ -197,7 +197,7 @@ def test_the_keys_of_the_original_framework_mean_what_they_mean_there(config, ex
 @pytest.mark.parametrize("name", [name for name in compressors if compressors.about(name).needs])
 def test_what_must_be_named_has_an_example(name):
     """Tables, benchmarks and tests take the example, and a change of an option asks for nothing again."""
-    needed = compressors.needed(name)
+    needed = compressors.required(name)
     config = make_config({"compressor": name, **needed})
     assert config.method.compressor == compressors.example(name) == dict(compressors.ready())[name]
     for key in needed:
@@ -355,10 +355,10 @@ def test_what_an_incompatibility_calls_valid_is_valid():
         for kind, registry in (("memory", memories), ("communicator", communicators)):
             for name in registry:
                 try:
-                    make_config({"compressor": compressor, **compressors.needed(compressor), kind: name})
+                    make_config({"compressor": compressor, **compressors.required(compressor), kind: name})
                 except IncompatibleError as error:
                     for valid in str(error).partition("Valid ")[2].partition(": ")[2].rstrip(".").split(", "):
-                        make_config({"compressor": compressor, **compressors.needed(compressor), kind: valid})
+                        make_config({"compressor": compressor, **compressors.required(compressor), kind: valid})
                         told += 1
     assert told > 10
 
@@ -456,7 +456,7 @@ def test_every_synonym_names_options_that_exist():
 @pytest.mark.parametrize("name", list(compressors))
 def test_a_synonym_gets_the_option_of_the_chosen_method(name):
     """Suggestions are options that the method, its memory or its communicator has, and the suggestion works."""
-    needed = compressors.needed(name)
+    needed = compressors.required(name)
     method = make_config(compressor=name, **needed).method
     valid = {key for part in (method.compressor, method.memory, method.communicator) for key in fields_of(type(part))}
     for word, known in SYNONYMS.items():
@@ -504,10 +504,12 @@ def test_a_message_has_at_most_five_candidates():
     wrong = [{"compressor": "x"}, {"compressor": "topk", "memory": "x"}, {"compressor": "topk", "communicator": "x"}]
     wrong += [{"compressor": "topk", "rules": [{"x": 1}]}, {"compressor": "topk", "coding": "x"}]
     wrong += [{"compressor": "topk", key: "x"} for key in ("index_coding", "granularity")]
-    wrong += [{"compressor": name, **compressors.needed(name), "x": 1} for name in compressors]
+    wrong += [{"compressor": name, **compressors.required(name), "x": 1} for name in compressors]
     wrong += [{"compressor": {"name": name, "x": 1}} for name in compressors]
     for kind in ("memory", "communicator"):
-        wrong += [{"compressor": n, **compressors.needed(n), kind: other} for n in compressors for other in KINDS[kind]]
+        wrong += [
+            {"compressor": n, **compressors.required(n), kind: other} for n in compressors for other in KINDS[kind]
+        ]
     for config in wrong:
         try:
             make_config(config)

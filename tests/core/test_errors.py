@@ -109,7 +109,7 @@ def test_a_shape_that_is_no_sequence_of_whole_numbers(shape):
 
 @pytest.mark.parametrize("compressor", list(compressors))
 def test_integers_of_numpy_in_shapes_are_whole_numbers(compressor):
-    config = {"compressor": compressor, **compressors.needed(compressor), "default_rules": False}
+    config = {"compressor": compressor, **compressors.required(compressor), "default_rules": False}
     merged = []
     for size, shape, vector in ((2, (24, 40), (5000,)), (np.int64(2), np.array([24, 40]), [np.int32(5000)])):
         sim = grace.Simulation(size, {"matrix": shape, "vector": vector}, config)
@@ -254,7 +254,7 @@ def test_a_reset_starts_over():
 def test_ranks_at_different_steps_are_stopped(compressor):
     """One rank loaded a checkpoint, the other did not. So their random numbers no longer agree."""
     # With a bucket per tensor, payloads of the first arrive while the second is compressed.
-    options = {"size": 2, "compressor": compressor, **compressors.needed(compressor), "bucket_bytes": 0}
+    options = {"size": 2, "compressor": compressor, **compressors.required(compressor), "bucket_bytes": 0}
     sim, old = trained(**options), simulation(**options)
     sim.runs[1].load_state_dict(saved(old, 1), copy)
     before = [saved(sim, rank)["tensors"] for rank in range(2)]
@@ -370,7 +370,7 @@ def test_loading_a_checkpoint_drops_a_step_that_was_under_way():
 
 
 STATEFUL = {
-    **{name: {"compressor": name, **compressors.needed(name)} for name in compressors},
+    **{name: {"compressor": name, **compressors.required(name)} for name in compressors},
     # What keeps something of each rank starts again on other ranks.
     **{
         f"memory {name}": {"compressor": "topk", "memory": name}

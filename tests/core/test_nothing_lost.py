@@ -46,7 +46,7 @@ def drawn(random, memory=None):
         ][random.integers(8)]
         config = {
             "compressor": compressor,
-            **compressors.needed(compressor),
+            **compressors.required(compressor),
             "communicator": communicator,
             "default_rules": False,
             "granularity": str(random.choice(["bucket", "layer", "model"])),

@@ -10,7 +10,7 @@ from grace.core.ops import get_ops
 from grace.core.optim.adam import Adam
 from grace.core.optim.lamb import Lamb, OneBitLamb
 from grace.core.optim.lans import Lans
-from grace.core.optim.moments import freeze_step_of, horizon, settled
+from grace.core.optim.moments import freeze_step_of, horizon, is_settled
 from grace.core.optim.zero_one import ZeroOneAdam
 from grace.testing.harness import FRAMEWORKS, array, host
 
@@ -246,7 +246,7 @@ def test_the_end_of_the_warm_up():
     assert freeze_step_of(7, None, "") == 7
     assert freeze_step_of(None, None, "") is None
     assert [horizon((0.9, beta)) for beta in (0.0, 0.9, 0.99, 0.999)] == [1, 10, 100, 1000]
-    assert [settled(before, 1.0) for before in (0.0, 0.95, 0.96, 1.04, 1.05)] == [False] * 2 + [True] * 2 + [False]
+    assert [is_settled(before, 1.0) for before in (0.0, 0.95, 0.96, 1.04, 1.05)] == [False] * 2 + [True] * 2 + [False]
 
 
 @pytest.mark.parametrize(

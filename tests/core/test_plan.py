@@ -277,10 +277,10 @@ def test_a_method_without_its_error_feedback_is_told_once(name):
     """A method that drops a part of the gradient needs a memory; its default memory says whether it does."""
     specs = [TensorSpec(key, (64, 64)) for key in "ab"]
     default = compressors.example(name).default_memory
-    loses = bool(memories.make(default).feeds_back) and "memory" not in compressors.needed(name)
+    loses = bool(memories.make(default).feeds_back) and "memory" not in compressors.required(name)
     for memory, count in ((None, 0), (default, 0), ("none", int(loses))):
         named = {"memory": memory} if memory else {}
-        config = make_config({"compressor": name, **compressors.needed(name), **named, "granularity": "layer"})
+        config = make_config({"compressor": name, **compressors.required(name), **named, "granularity": "layer"})
         told = [text for text in make_plan(specs, config).warnings if "lost for good" in text]
         assert len(told) == count, memory
         assert all(f"leave 'memory' out, or set it to '{default}'" in text for text in told)
@@ -344,7 +344,7 @@ def test_the_report_warns_of_payloads_larger_than_the_gradient(config, bytes_sen
 
 @pytest.mark.parametrize("name", list(compressors))
 def test_no_method_is_warned_of_its_own_memory(name):
-    plan = make_plan([TensorSpec("w", (64, 64))], make_config({"compressor": name, **compressors.needed(name)}))
+    plan = make_plan([TensorSpec("w", (64, 64))], make_config({"compressor": name, **compressors.required(name)}))
     assert plan.warnings == ()
 
 

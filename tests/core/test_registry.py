@@ -281,8 +281,8 @@ def test_names_that_differ_in_hyphens_only_are_told_apart():
     registry._loaded = True
     for name in ("top_k", "Topk"):
         registry.register(name)(type(name, (MaxScale,), {}))
-    assert registry.spelled("top_k") == "top_k"
-    assert registry.spelled("Topk") == "Topk"
+    assert registry.registered_name("top_k") == "top_k"
+    assert registry.registered_name("Topk") == "Topk"
     with pytest.raises(ConfigError, match=r"compressor 'TOPK' may be 'Topk' or 'top_k'; write one of them exactly"):
         registry.get("TOPK")
     assert "TOPK" in registry

@@ -247,7 +247,7 @@ def test_ranks_that_choose_nothing_take_part(reduction):
 )
 def test_what_is_not_sparse_is_refused(name, told):
     with pytest.raises(IncompatibleError, match=told):
-        grace.make_config(compressor=name, **compressors.needed(name), communicator="sparse_allreduce")
+        grace.make_config(compressor=name, **compressors.required(name), communicator="sparse_allreduce")
 
 
 @pytest.mark.parametrize("key", ["index_coding", "coding"])

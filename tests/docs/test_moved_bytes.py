@@ -76,7 +76,7 @@ def test_more_steps_say_what_ranks_send(name, size):
 def test_auto_moves_the_fewest_bytes(name):
     """Of the programs that lose next to nothing: on two ranks, two_shot would compress twice for a few bytes."""
     plain = {"allreduce", "allgather", "broadcast", "two_shot"}
-    if _obstacle(TwoShot(), make_config(compressor=name, **compressors.needed(name)).method):
+    if _obstacle(TwoShot(), make_config(compressor=name, **compressors.required(name)).method):
         plain.remove("two_shot")
     for size in (4, 8, 16, 64):
         sent = {program: row["bytes"][str(size)] for program, row in BY_METHOD[name].items() if program in plain}

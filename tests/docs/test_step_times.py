@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_default_options(name, measured):
         for layer, (inputs, outputs) in enumerate(pairwise(MLP))
         for spec in (TensorSpec(f"{layer}.weight", (outputs, inputs)), TensorSpec(f"{layer}.bias", (outputs,)))
     ]
-    buckets = make_plan(specs, make_config({"compressor": name, **compressors.needed(name)}), ranks=Ranks(2)).buckets
+    buckets = make_plan(specs, make_config({"compressor": name, **compressors.required(name)}), ranks=Ranks(2)).buckets
     if all(bucket.route.fixed for bucket in buckets):
         sent = sum(bucket.nbytes for bucket in buckets) / 1e6
         assert sent <= measured <= OVERHEAD * sent + MESSAGES_MB

@@ -34,7 +34,7 @@ def test_the_stated_error_is_that_of_normal_values(name):
     x = draw(spec(*SHAPE), 1)
     (defaults, _), *_ = figures = stated(name)
     # Without options, except those that have no default.
-    assert defaults.keys() == compressors.needed(name).keys() - {"memory"}
+    assert defaults.keys() == compressors.required(name).keys() - {"memory"}
     for options, figure in figures:
         error = np.sum((x - send(make(name, **options), x, shape=SHAPE)) ** 2.0) / np.sum(x**2.0)
         assert error == pytest.approx(figure, rel=0.1), options

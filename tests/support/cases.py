@@ -84,7 +84,7 @@ def possible(row: dict[str, Any]) -> bool:
 @functools.cache
 def works(method: str, communicator: str) -> bool:
     try:
-        make_config({"compressor": method, **compressors.needed(method), "communicator": communicator})
+        make_config({"compressor": method, **compressors.required(method), "communicator": communicator})
     except IncompatibleError:
         return False
     return True
@@ -101,7 +101,7 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a row."""
     name = row["method"]
     travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
-    method = _COMBINATIONS.get(name) or {"compressor": name, **compressors.needed(name)}
+    method = _COMBINATIONS.get(name) or {"compressor": name, **compressors.required(name)}
     return {**method, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
 
 

@@ -41,7 +41,7 @@ class Setting:
         """Return the options of a method's configuration."""
         if not method.compresses:
             return {}
-        return {**compressors.needed(method.name), **self.options, **method.options}
+        return {**compressors.required(method.name), **self.options, **method.options}
 
     @property
     def rate(self) -> int | None:

@@ -58,7 +58,8 @@ class Method:
         self.memory.check(self.compressor)
         if reason := self.communicator.obstacle(self.compressor):
             raise IncompatibleError(
-                f"communicator {self.communicator} cannot carry {self.compressor}: {reason}. {self._served()}"
+                f"communicator {self.communicator} cannot carry {self.compressor}: {reason}. "
+                f"{self._valid_communicators()}"
             )
         if self.coding and not self.communicator.any_length:
             why = "adds payloads on the way" if self.communicator.adds else "cannot carry payloads of other lengths"
@@ -71,10 +72,11 @@ class Method:
         """Raise IncompatibleError if the communicator, as it was chosen for the ranks, cannot serve the memory."""
         if reason := self.communicator.memory_obstacle(self.memory):
             raise IncompatibleError(
-                f"communicator {self.communicator} cannot serve {self.memory}, which {reason}. {self._served()}"
+                f"communicator {self.communicator} cannot serve {self.memory}, which {reason}. "
+                f"{self._valid_communicators()}"
             )
 
-    def _served(self) -> str:
+    def _valid_communicators(self) -> str:
         """Return the sentence of an error that names the registered communicators without an obstacle."""
         names = [
             name

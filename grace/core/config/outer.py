@@ -339,7 +339,7 @@ class OuterSteps:
         """Return whether what syncs after inner step `step` takes the common weights at once, and nothing else."""
         return not self.local_error and (step <= self.warmup or not (self.delay or self.keeps_own))
 
-    def mixed(self, ops: ArrayOps, anchor: Array, new: Array, own: Array) -> Array:
+    def mix(self, ops: ArrayOps, anchor: Array, new: Array, own: Array) -> Array:
         """Return the weights of a rank after a sync, if it keeps weights of its own."""
         if not self.optimizer.agrees:
             new = self.optimizer.own(ops, anchor, new, own)
@@ -351,7 +351,7 @@ class OuterSteps:
         Raises ConfigError if a fragment has no tensor, or a tensor no fragment.
         """
         if isinstance(self.fragments, int):
-            return _in_parts(specs, self.fragments)
+            return _split_evenly(specs, self.fragments)
         found: list[list[str]] = [[] for _ in self.fragments]
         for spec in specs:
             fits = [i for i, patterns in enumerate(self.fragments) if _names(patterns, spec.name)]
@@ -528,7 +528,7 @@ def _names(patterns: Patterns, name: str) -> bool:
     return any(fnmatch.fnmatchcase(module, pattern) for module in modules for pattern in each)
 
 
-def _in_parts(specs: Sequence[TensorSpec], count: int) -> list[list[str]]:
+def _split_evenly(specs: Sequence[TensorSpec], count: int) -> list[list[str]]:
     """Return the names of tensors in `count` runs of about equal numbers of elements, none of them empty."""
     if count > len(specs):
         raise ConfigError(f"outer: {count} fragments need as many tensors, and there are {len(specs)}; use fewer.")

@@ -139,9 +139,9 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> type[T]:
         """Return the class of that name. Raises ConfigError if there is none, or if there are two."""
-        return self._classes[self.spelled(name)]
+        return self._classes[self.registered_name(name)]
 
-    def spelled(self, name: str) -> str:
+    def registered_name(self, name: str) -> str:
         """Return the name as it is registered; it may differ in case, hyphens and underscores.
 
         Raises ConfigError with the nearest valid names if there is none, or if there are two.
@@ -158,7 +158,7 @@ class Registry(Generic[T]):
 
     def about(self, name: str) -> About:
         """Return what tables, examples and tests show of a component. Raises ConfigError if there is none."""
-        return self._about.get(self.spelled(name), About())
+        return self._about.get(self.registered_name(name), About())
 
     def name_of(self, component: T) -> str:
         """Return the name that the component's class is registered by; raises ConfigError if it is not registered."""
@@ -189,7 +189,7 @@ class Registry(Generic[T]):
         self.name_of(config)
         return config
 
-    def needed(self, name: str) -> dict[str, Any]:
+    def required(self, name: str) -> dict[str, Any]:
         """Return the options that a configuration must name, with the values of tables, benchmarks and tests."""
         return {key: need.example for key, need in self.about(name).needs.items()}
 
@@ -199,15 +199,15 @@ class Registry(Generic[T]):
         Raises ConfigError as `make` does, also if a component from outside grace needs options.
         """
         fields = fields_of(self.get(name))
-        needed = {key: value for key, value in self.needed(name).items() if key in fields}
+        needed = {key: value for key, value in self.required(name).items() if key in fields}
         return self.make({**needed, **options, "name": name})
 
     def ready(self) -> Iterator[tuple[str, T]]:
         """Yield the name and the example of every component that can be built without being told options."""
         for name in self:
-            needed = self.needed(name)
+            needed = self.required(name)
             fields = dataclasses.fields(self.get(name))  # type: ignore[arg-type]
-            if not any(_required(f) and f.name not in needed for f in fields if f.init):
+            if not any(_is_required(f) and f.name not in needed for f in fields if f.init):
                 yield name, self.example(name)
 
     def config_of(self, component: T) -> dict[str, Any]:
@@ -250,15 +250,15 @@ def build(cls: type[T], values: Mapping[str, Any], where: str, needs: Mapping[st
             raise ConfigError(
                 f"{where}, option '{key}': expected {expected}, received {value!r} of type {type(value).__name__}."
             )
-    missing = [f.name for f in dataclasses.fields(cls) if f.init and _required(f) and f.name not in values]  # type: ignore[arg-type]
+    missing = [f.name for f in dataclasses.fields(cls) if f.init and _is_required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
         why = " ".join(needs[name].why for name in missing if name in needs) if needs else ""
         raise ConfigError(f"{where} needs a value for {', '.join(missing)}{f': {why}' if why else '.'}")
     # JSON and TOML have no tuples; a frozen component with a list could not be hashed and would not equal the original.
-    return cls(**{k: _made(v, fields[k]) for k, v in values.items()})
+    return cls(**{k: _make_value(v, fields[k]) for k, v in values.items()})
 
 
-def _made(value: Any, hint: Any) -> Any:
+def _make_value(value: Any, hint: Any) -> Any:
     for kind, registry in _INNER.items():
         if value is not None and kind in (hint, *typing.get_args(hint)):
             return registry.make(value)
@@ -272,7 +272,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
+def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

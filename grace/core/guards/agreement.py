@@ -65,7 +65,7 @@ def agree(
     if failed:
         raise MismatchError(f"{where} failed on {'; '.join(failed)}")
     for rank, other in enumerate(everyone):
-        difference = _difference(_shared(everyone[0]), _shared(other), "")
+        difference = _difference(_shared_keys(everyone[0]), _shared_keys(other), "")
         if difference:
             raise MismatchError(
                 f"rank {rank} and rank 0 were started differently: {difference}. "
@@ -105,7 +105,7 @@ def check_steps(steps: Sequence[int]) -> None:
         )
 
 
-def _shared(description: dict[str, Any]) -> dict[str, Any]:
+def _shared_keys(description: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in description.items() if key != "of this rank"}
 
 

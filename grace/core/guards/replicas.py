@@ -42,7 +42,7 @@ def is_due(completed: int, every: int) -> bool:
     return every > 0 and completed % every == 0
 
 
-def at_other_steps(rank: int) -> MismatchError:
+def other_steps_error(rank: int) -> MismatchError:
     """Return the error for ranks that are not at the same step, as a rank has noticed."""
     return MismatchError(
         f"the ranks are not at the same step (seen by rank {rank}): only some of them loaded a checkpoint, they loaded "
@@ -58,7 +58,7 @@ def check_same_step(steps: Sequence[int], rank: int) -> None:
     Check this before digests: ranks at different steps have different weights, too, and the steps are the cause.
     """
     if len(set(steps)) > 1:
-        raise at_other_steps(rank)
+        raise other_steps_error(rank)
 
 
 def check_digests(digests: Sequence[Mapping[str, int]], what: str, when: str, advice: str) -> None:

@@ -42,13 +42,13 @@ def wait_until(
         waited, last = waited + min(now - last, _LOOK_SECONDS), now
         if waited >= timeout:
             raise WaitError(
-                f"{_waiting(rank, size, waited, what())}. Expected all ranks to make the same calls within 'timeout' = "
-                f"{timeout:g} s: look for the rank that failed, ended, took another number of steps or waits for "
-                f"something else. If it is only slow, set a larger 'timeout'. {others()}".rstrip()
+                f"{_waiting_text(rank, size, waited, what())}. Expected all ranks to make the same calls within "
+                f"'timeout' = {timeout:g} s: look for the rank that failed, ended, took another number of steps or "
+                f"waits for something else. If it is only slow, set a larger 'timeout'. {others()}".rstrip()
             )
         if waited >= tell:
             tell *= 2
-            text = f"{_waiting(rank, size, waited, what())}, and ends at 'timeout' = {timeout:g} s. {others()}"
+            text = f"{_waiting_text(rank, size, waited, what())}, and ends at 'timeout' = {timeout:g} s. {others()}"
             logger().warning("%s", text.rstrip())
         pause(waited)
 
@@ -72,7 +72,7 @@ def bucket_of(plan: Plan, name: str) -> Bucket | None:
     return None
 
 
-def _waiting(rank: int, size: int, waited: float, what: str) -> str:
+def _waiting_text(rank: int, size: int, waited: float, what: str) -> str:
     others = f"rank {1 - rank}" if size == 2 else f"one or more of the other {size - 1} ranks"
     return f"rank {rank} of {size} has waited {waited:.0f} s for {others}: {what}"
 

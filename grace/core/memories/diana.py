@@ -59,9 +59,9 @@ class _Shifted(Memory):
         return {**state, "shift": at.ops.weighted_sum(state["shift"], 1, sent, self.share)}
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        return at.ops.weighted_sum(merged, 1, state["mean_shift"], 1), self._followed(merged, state, at)
+        return at.ops.weighted_sum(merged, 1, state["mean_shift"], 1), self._follow(merged, state, at)
 
-    def _followed(self, merged: Array, state: State, at: Site) -> State:
+    def _follow(self, merged: Array, state: State, at: Site) -> State:
         """Return the state whose mean of all shifts has followed the mean of what the ranks sent."""
         return {**state, "mean_shift": at.ops.weighted_sum(state["mean_shift"], 1, merged, self.share)}
 
@@ -128,7 +128,7 @@ class Diana(_Shifted):
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
         if not self.damped:
             return super().finish(merged, state, at)
-        new = self._followed(merged, state, at)
+        new = self._follow(merged, state, at)
         # A copy, because the optimizer may change the gradient that it receives.
         return at.ops.copy(new["mean_shift"]), new
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from grace.core.config.registry import About, memories
 from grace.core.errors import ConfigError
-from grace.core.memories.marina import changed, check_period
+from grace.core.memories.marina import check_period, difference
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import Compensated, Memory, Merging, Need, keeps_nothing, needs_of
 from grace.core.methods.site import Site
@@ -118,8 +118,8 @@ class LSVRG(Memory):
         return {**own, **self.then.init(spec, ops)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        ops, own, rest = at.ops, *_divided(state)
-        less_noise = changed(grad, at.reference, own["known"], at)
+        ops, own, rest = at.ops, *_split_state(state)
+        less_noise = difference(grad, at.reference, own["known"], at)
         if at.reference is None:
             # A copy, because the memory behind may pass on the array that it gets, and `update` consumes it.
             full = own["full_gradient"] if self.exact else ops.copy(grad)
@@ -131,11 +131,11 @@ class LSVRG(Memory):
         return Compensated(x, {**rest, **own}, finite)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
-        own, rest = _divided(state)
+        own, rest = _split_state(state)
         return {**own, **self.then.update(x_, payload, compressor, rest, at)}
 
     def finish(self, merged: Array, state: State, at: Site) -> tuple[Array, State]:
-        own, rest = _divided(state)
+        own, rest = _split_state(state)
         merged, rest = self.then.finish(merged, rest, at)
         if self.exact and at.reference is None:
             # A copy, because the optimizer may change the gradient that it receives.
@@ -143,6 +143,6 @@ class LSVRG(Memory):
         return merged, {**own, **rest}
 
 
-def _divided(state: State) -> tuple[State, State]:
+def _split_state(state: State) -> tuple[State, State]:
     """Return the state of this memory, and that of the one behind it."""
     return {key: state[key] for key in _OWN}, {key: x for key, x in state.items() if key not in _OWN}

@@ -52,7 +52,7 @@ class Marina(Memory):
         return {"estimate": ops.zeros(spec.numel, spec.work_dtype), "known": ops.zeros(1, spec.work_dtype)}
 
     def compensate(self, grad: Array, state: State, at: Site) -> Compensated:
-        return Compensated(changed(grad, at.reference, state["known"], at), state)
+        return Compensated(difference(grad, at.reference, state["known"], at), state)
 
     def update(self, x_: Array, payload: Payload, compressor: Compressor, state: State, at: Site) -> State:
         return state
@@ -75,7 +75,7 @@ def check_period(name: str, period: int) -> None:
         )
 
 
-def changed(grad: Array, reference: Array | None, known: Array, at: Site) -> Array:
+def difference(grad: Array, reference: Array | None, known: Array, at: Site) -> Array:
     """Return a new array: a gradient less the one at other weights, if there is one and what it adds to is known."""
     ops = at.ops
     if reference is None:

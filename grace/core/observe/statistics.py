@@ -33,7 +33,7 @@ def statistics(
     `now` has the states after the step, and perhaps after a change of the plan.
     """
 
-    def noted(kind: str, name: str) -> int:
+    def read_note(kind: str, name: str) -> int:
         return int(notes.get((kind, name)) or 0)
 
     @functools.cache
@@ -51,7 +51,7 @@ def statistics(
 
     def sent_of(unit: Unit, offset: int, piece: Piece) -> int:
         name = unit.spec.name
-        total, ends = noted("unit", name), [0, *map(int, numbers("entries", name))]
+        total, ends = read_note("unit", name), [0, *map(int, numbers("entries", name))]
         if not ends[-1]:
             return share(total, unit, offset, piece)
         i = order[name][piece, offset]
@@ -99,10 +99,10 @@ def statistics(
             "residual_norm": residual_norm(name),
             "volume": volume(item),
         }
-    sent = {bucket.name: noted("bucket", bucket.name) for bucket in plan.buckets}
+    sent = {bucket.name: read_note("bucket", bucket.name) for bucket in plan.buckets}
     # Of what travels beside compressed tensors.
     dense_beside = {
-        b.name: sum(noted("unit", unit.spec.name) for unit in b.units if unit.dense)
+        b.name: sum(read_note("unit", unit.spec.name) for unit in b.units if unit.dense)
         for b in plan.buckets
         if not all(unit.dense for unit in b.units)
     }
@@ -119,7 +119,7 @@ def statistics(
         }
         for bucket in plan.buckets
     }
-    collectives = {kind: sum(noted(kind, bucket.name) for bucket in plan.buckets) for kind in KINDS}
+    collectives = {kind: sum(read_note(kind, bucket.name) for bucket in plan.buckets) for kind in KINDS}
     for item in plan.delegated:
         collectives["allgather" if ("rows", item.spec.name) in notes else "allreduce"] += wire_bytes(item)
     return {

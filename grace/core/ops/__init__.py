@@ -32,14 +32,14 @@ register_backend("numpy", "grace.core.ops.numpy_ops:NumpyOps")
 
 
 @cache
-def _announced() -> None:
+def _announce_kernels() -> None:
     for entry in entry_points(group=_GROUP):
         register_backend(entry.name, entry.value)
 
 
 @cache
 def _reference(framework: str) -> type[ArrayOps]:
-    _announced()
+    _announce_kernels()
     if framework not in _backends:
         raise ConfigError(f"unknown framework '{framework}'.{nearest(framework, _backends)}")
     found: type[ArrayOps] = plugins.load(_backends[framework])
@@ -64,7 +64,7 @@ def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> 
     `native` selects kernels; the default uses them if they are built and serve the device, and GRACE_NATIVE is not 0.
     Raises ConfigError for another name, for kernels that do not exist, or for an invalid environment variable.
     """
-    from grace.core.ops.native import wanted
+    from grace.core.ops.native import is_enabled
 
     served = serves(framework, device)
     if native and not served:
@@ -72,7 +72,7 @@ def get_ops(framework: str, device: str = "cpu", native: bool | None = None) -> 
             f"there are no kernels for {framework} on {device} here. `grace doctor` shows what was built; "
             "`pip install --no-build-isolation -e .` builds them if there is a C++ compiler."
         )
-    return _make(framework, device, served and wanted() if native is None else native)
+    return _make(framework, device, served and is_enabled() if native is None else native)
 
 
 @cache

@@ -82,10 +82,10 @@ def describe() -> str:
     devices = "CPU only"
     if module is not None and module.cuda:
         devices = "CPU and CUDA" if module.serves_gpu(0) else "CPU; built for CUDA too, but there is no CUDA device"
-    return in_words(Native.fault("cpu"), devices)
+    return describe_fault(Native.fault("cpu"), devices)
 
 
-def in_words(fault: str | None, devices: str) -> str:
+def describe_fault(fault: str | None, devices: str) -> str:
     """Return the text of `grace doctor` on kernels with a fault, or on those that serve some devices.
 
     Raises ConfigError for an invalid environment variable.
@@ -94,10 +94,10 @@ def in_words(fault: str | None, devices: str) -> str:
     if fault is not None:
         return f"{fault}: the reference implementation is used. {REBUILD}"
     what = [devices] if module is None else [str(module.isa()), devices]
-    return ", ".join(what) + ("" if wanted() else "; not used, because GRACE_NATIVE is 0")
+    return ", ".join(what) + ("" if is_enabled() else "; not used, because GRACE_NATIVE is 0")
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     """Return whether the environment allows the kernels: GRACE_NATIVE is not 0 (a path names another build)."""
     return os.environ.get("GRACE_NATIVE") != "0"
 

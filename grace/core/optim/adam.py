@@ -31,15 +31,15 @@ class Adam(Freezing):
     def step(
         self, ops: ArrayOps, weights: Array, gradient: Array, state: State, lr: float, number: int
     ) -> tuple[Array, State]:
-        state = self._moments(ops, self._decayed(ops, weights, gradient), state)
+        state = self._moments(ops, self._decay(ops, weights, gradient), state)
         first, second = self._corrections(number)
         direction = state["exp_avg"] / self._root(ops, state["exp_avg_sq"], second)
         return ops.weighted_sum(weights, self._share(lr), direction, -lr / first), state
 
     def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
-        gradient = self._decayed(ops, weights, gradient)
+        gradient = self._decay(ops, weights, gradient)
         if not self.scaled:
-            return self._followed(ops, state["exp_avg"], gradient)
+            return self._follow(ops, state["exp_avg"], gradient)
         first, _ = self.betas
         return limited_sum(ops, state["exp_avg"], first, gradient, 1 - first, state["scale"], self._limit)
 
@@ -71,7 +71,7 @@ class Adam(Freezing):
             new = ops.weighted_sum(weights, share, momentum * scale, -lr / first)
         return new, {**state, "exp_avg": momentum}
 
-    def _decayed(self, ops: ArrayOps, weights: Array, gradient: Array) -> Array:
+    def _decay(self, ops: ArrayOps, weights: Array, gradient: Array) -> Array:
         """Return the gradient with the weight decay that is a part of it."""
         if self.decoupled_weight_decay or not self.weight_decay:
             return gradient

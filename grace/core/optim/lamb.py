@@ -44,13 +44,13 @@ class Lamb(Moments):
         first, second = self._corrections(number)
         update = self._update(ops, weights, state["exp_avg"] / self._root(ops, state["exp_avg_sq"], second), first)
         ratio = trust_ratio(ops, weights, update, self.min_coeff, self.max_coeff)
-        return weights - update * ops.cast(ratio * lr, ops.dtype(weights)), self._noted(ops, state, ratio)
+        return weights - update * ops.cast(ratio * lr, ops.dtype(weights)), self._note_ratio(ops, state, ratio)
 
     def _update(self, ops: ArrayOps, weights: Array, direction: Array, correction: float) -> Array:
         """Return direction / correction with the weight decay."""
         return ops.weighted_sum(direction, 1 / correction, weights, self.weight_decay)
 
-    def _noted(self, ops: ArrayOps, state: State, ratio: Array) -> State:
+    def _note_ratio(self, ops: ArrayOps, state: State, ratio: Array) -> State:
         """Return the state after a step with this ratio."""
         return state
 
@@ -92,7 +92,7 @@ class OneBitLamb(Lamb, Freezing):
     def init(self, ops: ArrayOps, weights: Array) -> State:
         return {**super().init(ops, weights), "coefficient": ops.zeros(1, ops.dtype(weights))}
 
-    def _noted(self, ops: ArrayOps, state: State, ratio: Array) -> State:
+    def _note_ratio(self, ops: ArrayOps, state: State, ratio: Array) -> State:
         before = state["coefficient"]
         now = ops.full(1, ops.cast(ratio, ops.dtype(before)), ops.dtype(before))
         return {**state, "coefficient": ops.weighted_sum(before, self.coeff_beta, now, 1 - self.coeff_beta)}
@@ -112,10 +112,10 @@ class OneBitLamb(Lamb, Freezing):
         }
 
     def momentum(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> Array:
-        momentum, frozen = self._followed(ops, state["exp_avg"], gradient), state["exp_avg_sq"]
+        momentum, frozen = self._follow(ops, state["exp_avg"], gradient), state["exp_avg_sq"]
         if not self.scaled:
             return momentum
-        return self._limited(ops, ops.where(frozen > 0, momentum / self._root(ops, frozen), 0.0))
+        return self._clamp(ops, ops.where(frozen > 0, momentum / self._root(ops, frozen), 0.0))
 
     def frozen_step(
         self,

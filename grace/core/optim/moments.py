@@ -113,12 +113,12 @@ class Freezing(Moments):
         first, second = self.betas
         return max(1.0, (1 - first) / math.sqrt(1 - second))
 
-    def _limited(self, ops: ArrayOps, quotient: Array) -> Array:
+    def _clamp(self, ops: ArrayOps, quotient: Array) -> Array:
         """Return m / sqrt(v) within the limits that it has in Adam, whose v has seen all gradients."""
         # Numbers, because PyTorch takes four times as long with arrays.
         return ops.clip(quotient, -self._limit, self._limit)
 
-    def _followed(self, ops: ArrayOps, momentum: Array, gradient: Array) -> Array:
+    def _follow(self, ops: ArrayOps, momentum: Array, gradient: Array) -> Array:
         """Return the momentum after a gradient."""
         first, _ = self.betas
         return ops.weighted_sum(momentum, first, gradient, 1 - first)
@@ -212,7 +212,7 @@ def horizon(betas: tuple[float, float]) -> int:
     return math.ceil(1 / (1 - betas[1]) - 1e-9)
 
 
-def settled(before: float, now: float) -> bool:
+def is_settled(before: float, now: float) -> bool:
     """Return whether |v|_1 is nearly what it was a `horizon` before, so that v can be frozen; `before` may be 0.
 
     Reference: Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",

@@ -77,15 +77,15 @@ class ZeroOneAdam(Adam):
     def learn(self, ops: ArrayOps, weights: Array, gradient: Array, state: State) -> State:
         """Return the state with the second moment after a mean gradient of all ranks."""
         _, beta = self.betas
-        gradient = self._decayed(ops, weights, gradient)
+        gradient = self._decay(ops, weights, gradient)
         return {**state, "exp_avg_sq": ops.weighted_sum(state["exp_avg_sq"], beta, gradient * gradient, 1 - beta)}
 
     def advance(self, ops: ArrayOps, weights: Array, gradient: Array, state: State, rate: float, learnt: int) -> State:
         """Return the state after a step of this rank with eta = `rate`; u is `moved`."""
-        momentum = self._followed(ops, state["exp_avg"], self._decayed(ops, weights, gradient))
+        momentum = self._follow(ops, state["exp_avg"], self._decay(ops, weights, gradient))
         if self.scaled:
             scale = self.scale(ops, state["exp_avg_sq"], self._corrections(learnt)[1])
-            quotient = self._limited(ops, momentum * scale)
+            quotient = self._clamp(ops, momentum * scale)
             momentum = ops.where(scale > 0, quotient / ops.where(scale > 0, scale, 1.0), 0.0)
         return {**state, "exp_avg": momentum, "moved": ops.weighted_sum(state["moved"], 1, momentum, rate)}
 

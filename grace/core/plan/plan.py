@@ -455,7 +455,7 @@ def _loses(method: Method) -> str | None:
 @cache
 def _must_name(cls: type[Compressor]) -> bool:
     """Return whether a configuration must name the memory of these compressors, so that whoever did has decided."""
-    return any(compressors.get(name) is cls and "memory" in compressors.needed(name) for name in compressors)
+    return any(compressors.get(name) is cls and "memory" in compressors.required(name) for name in compressors)
 
 
 def _lost_means(units: Sequence[Unit]) -> list[str]:

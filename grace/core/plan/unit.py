@@ -209,7 +209,7 @@ class Unit(Assignment):
         """Return whether a rank gets the mean of this unit."""
         return self.merged_by in (None, rank)
 
-    def kept_by(self, rank: int) -> bool:
+    def is_kept_by(self, rank: int) -> bool:
         """Return whether a rank keeps a memory for this unit."""
         return self.owners is None or rank in self.owners
 

@@ -23,9 +23,9 @@ from grace.core.session.outer import OuterRun, OuterState
 from grace.core.session.outer_setup import check_outer, check_references, fragments_of
 from grace.core.session.start import describe
 from grace.core.spec import ONE_RANK, Array, Ranks, TensorSpec
-from grace.core.state.checkpoint import saved_carrying
+from grace.core.state.checkpoint import saved_carried_tensors
 from grace.core.state.checks import check_saved
-from grace.core.state.merge import in_rank_order
+from grace.core.state.merge import sort_by_rank
 from grace.core.state.run import Run
 from grace.core.state.states import plan_at
 
@@ -327,7 +327,7 @@ class Exchange:
             raise StepError(
                 "common_weights: no outer steps are taken here, so the weights are your model's; set outer."
             )
-        return self.outers[0].shaped(self.outers[0].state.anchors)
+        return self.outers[0].reshape(self.outers[0].state.anchors)
 
     def variates(self, rank: int = 0) -> dict[str, Array]:
         """Return copies of the control variates, which an inner step subtracts from its gradients.
@@ -432,14 +432,14 @@ class Exchange:
             check_saved(state)
             outer_state = self._outer_state(outer, [state], 0)
             exact = run.load_state_dict(state, self._place, self._plans_carrying)
-            notice = "" if exact else self._of_another_rank(state, rank)
+            notice = "" if exact else self._notice_of_another_rank(state, rank)
         else:
-            states = in_rank_order(state)
+            states = sort_by_rank(state)
             outer_state = self._outer_state(outer, states, max(rank, 0) if len(states) == self.size else None)
             if len(states) == self.size:
                 exact, notice = run.load_state_dict(states[max(rank, 0)], self._place, self._plans_carrying), ""
             else:
-                exact, notice = False, self._of_other_ranks(len(states), self._merge(run, states))
+                exact, notice = False, self._notice_of_other_ranks(len(states), self._merge(run, states))
         if outer is not None:
             outer.restore(outer_state)
         return exact, notice
@@ -469,12 +469,12 @@ class Exchange:
                     "of the weights; load it with the same option outer or local_steps."
                 )
             return None
-        return outer.merged(saved, self._place) if number is None else outer.loaded(saved[number], self._place)
+        return outer.merge_states(saved, self._place) if number is None else outer.load(saved[number], self._place)
 
     def _merge(self, run: Run, states: Sequence[Mapping[str, Any]]) -> list[str]:
         """Load the states of all ranks of a run with another number of ranks; return what could not be continued."""
         size, step, saved = len(states), int(states[0]["step"]), states[0]["tensors"]
-        carrying = saved_carrying(saved)
+        carrying = saved_carried_tensors(saved)
         for ranks in self._possible_ranks(size):
             try:
                 plans = self._plans_for(ranks, carrying)
@@ -516,13 +516,13 @@ class Exchange:
             "was saved with, including granularity, bucket_bytes and split_bytes."
         )
 
-    def _of_another_rank(self, state: Mapping[str, Any], rank: int) -> str:
+    def _notice_of_another_rank(self, state: Mapping[str, Any], rank: int) -> str:
         return (
             f"rank {state['rank']} of {state['size']} saved this checkpoint, and rank {rank} of {self.size} loads it: "
             "residuals start from zero. Save one file per rank, and load your own, or a list with the states of all."
         )
 
-    def _of_other_ranks(self, size: int, lost: Sequence[str]) -> str:
+    def _notice_of_other_ranks(self, size: int, lost: Sequence[str]) -> str:
         if not lost:
             return ""
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""

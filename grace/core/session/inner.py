@@ -34,7 +34,7 @@ class InnerOptimizer(Protocol):
     def rates(self) -> Mapping[str, float]:
         """Return the learning rates by name."""
 
-    def resting(self) -> Collection[str]:
+    def frozen_names(self) -> Collection[str]:
         """Return the names of what was frozen in mid-run: it keeps its weight and its residual."""
 
     def states(self, name: str) -> Mapping[str, Array]:
@@ -88,7 +88,7 @@ class InnerSteps:
 
     def restart(self) -> None:
         """Start again with the weights of now."""
-        self.run.begin(self._sent())
+        self.run.begin(self._tensors_to_send())
 
     def before(self) -> None:
         """Begin an inner step. Raises StepError if a part of the last one has failed."""
@@ -101,7 +101,7 @@ class InnerSteps:
             self.run.note_loss(float(loss))
         if self._outer.variates:
             gradients = self._inner.gradients()
-            for name, new in self.run.corrected(gradients).items():
+            for name, new in self.run.correct(gradients).items():
                 self._inner.write(gradients[name], new)
 
     def after(self) -> None:
@@ -110,8 +110,8 @@ class InnerSteps:
         with self._rollback.attempt():
             if run.syncs_next:
                 self._rollback.keep()
-            arrays = self._sent()
-            run.send(arrays, inner.resting(), inner.rates() if outer.variates else None)
+            arrays = self._tensors_to_send()
+            run.send(arrays, inner.frozen_names(), inner.rates() if outer.variates else None)
             if not run.is_due:
                 return
             self._comparisons.finish()
@@ -126,7 +126,7 @@ class InnerSteps:
         """Return to the weights after the last sync of each parameter, and to the inner step of the last one."""
         self._write(self.run.drop())
 
-    def _present(self) -> dict[str, Array]:
+    def _existing(self) -> dict[str, Array]:
         """Return all that syncs and exists now."""
         found, buffers = dict(self._inner.weights()), self._inner.buffers()
         for name, (parameter, key) in self._states.items():
@@ -135,16 +135,16 @@ class InnerSteps:
                 found[name] = x
         return found | {name: buffers[name] for name in self._buffers}
 
-    def _sent(self) -> dict[str, Array]:
+    def _tensors_to_send(self) -> dict[str, Array]:
         """Return what this rank hands to a sync; zeros for a parameter that has had no gradient yet."""
-        found, first = self._present(), self._transport.rank == 0
+        found, first = self._existing(), self._transport.rank == 0
         if self._outer.buffers == "first":
             # A mean that only the first rank contributes to is the buffer of the first rank.
             found |= {name: found[name] * (self._transport.size * first) for name in self._buffers}
         return {name: self.run.zeros(name) for name in self._states if name not in found} | found
 
     def _write(self, new: Mapping[str, Array]) -> None:
-        present = self._present()
+        present = self._existing()
         for name, x in new.items():
             if name in present:
                 self._inner.write(present[name], x)

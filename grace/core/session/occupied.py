@@ -54,7 +54,7 @@ class Occupied:
         """Seconds from one sync to the next."""
         return (self._computing + self._exchanging) / self.syncs
 
-    def needed(self, utilisation: float, delay: int) -> float | None:
+    def needed_bandwidth(self, utilisation: float, delay: int) -> float | None:
         """Return the bits per second that a link must carry for a utilisation; None until the second sync.
 
         The bytes of a sync may take (1 / utilisation - 1) times as long as the inner steps of its period, and those of

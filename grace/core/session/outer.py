@@ -19,13 +19,13 @@ from grace.core.errors import StateError, StepError
 from grace.core.methods.memory import Memory, keeps_nothing
 from grace.core.ops.composites import ArrayOps
 from grace.core.session.outer_formulas import (
-    agreeing,
-    corrected,
-    in_part,
+    correct,
+    count_agreeing,
+    mean_in_part,
+    next_variate,
+    next_variate_in_part,
     outer_update,
     products,
-    varied,
-    varied_in_part,
     with_variate,
 )
 from grace.core.session.outer_setup import LOSS, module_beside, modules_of
@@ -199,7 +199,7 @@ class OuterRun:
         pending = state.pending
         if self._fragments_sent(step):
             changes = {
-                name: self._sent_of(name, weights, self._memory(module, name), rates.get(name, 0.0))
+                name: self._change_of(name, weights, self._memory(module, name), rates.get(name, 0.0))
                 for module in self._modules(step)
                 for name in self._members[module]
                 if name not in resting and name != LOSS
@@ -252,7 +252,7 @@ class OuterRun:
         for name, last in self.state.last.items():
             if name in changes:
                 ops = self._ops(name)
-                equal += int(agreeing(ops, changes[name], last))
+                equal += int(count_agreeing(ops, changes[name], last))
                 number += self._specs[name].numel
         return equal / number if number else None
 
@@ -274,7 +274,7 @@ class OuterRun:
         before = self.state.rates
         return {n: before.get(n, 0.0) + (lr[n] if isinstance(lr, Mapping) else lr) for n in self._weights}
 
-    def _varied(
+    def _next_variates(
         self, moved: Mapping[str, Array], sent: Mapping[str, Array], mean: Mapping[str, Array], memories: Memories
     ) -> dict[str, Array]:
         """Return new control variates from what this rank has moved and has sent of it, and from the mean of all ranks.
@@ -290,10 +290,10 @@ class OuterRun:
                 ops, spec, memory = self._ops(name), self._specs[name], memories[name]
                 own = (sent if keeps_nothing(memory) or memory.pace else moved)[name]
                 kept, factor = 1 - memory.pace, (memory.pace or 1) / rate
-                found[name] = varied(ops, spec, before, own, mean[name], kept=kept, factor=factor)
+                found[name] = next_variate(ops, spec, before, own, mean[name], kept=kept, factor=factor)
         return found
 
-    def _varied_in_part(
+    def _next_variates_in_part(
         self,
         pending: PendingSync,
         sent: Mapping[str, Array],
@@ -310,7 +310,7 @@ class OuterRun:
             ops, spec, memory, rate = self._ops(name), self._specs[name], memories[name], state.rates[name]
             shifts, varies = memory.pace > 0, rate > 0 and not warming
             before, factor = server[name], self._factor_of(memory, factors[transport.rank])
-            changes[name], after = in_part(
+            changes[name], after = mean_in_part(
                 ops, spec, before, merged[name], shifts=shifts, rate=rate or 1.0, share=share
             )
             if shifts or varies:
@@ -318,9 +318,9 @@ class OuterRun:
             if varies:
                 own = sent[name]
                 if not (shifts or keeps_nothing(memory)):
-                    own = self._weighed(name, pending.changes[name], factor)
+                    own = self._weigh(name, pending.changes[name], factor)
                 scale, h = 1 / ((factor or 1.0) * rate), variates[name]
-                variates[name] = varied_in_part(
+                variates[name] = next_variate_in_part(
                     ops, spec, h, own, (before, after), shifts=shifts, inside=inside, factor=scale
                 )
         return changes, variates, server
@@ -329,18 +329,18 @@ class OuterRun:
         """Return the factor on what is sent of a tensor: a shift is learnt of what has moved, not of a multiple."""
         return float(factor > 0) if memory.pace and self.outer.variates else factor
 
-    def _weighed(self, name: str, x: Array, factor: float) -> Array:
+    def _weigh(self, name: str, x: Array, factor: float) -> Array:
         """Return a change times a factor, rounded to its dtype."""
         return x if factor in (0, 1) else x * self._ops(name).cast(factor, self._specs[name].dtype)
 
     def variates(self) -> dict[str, Array]:
         """Return copies of the control variates in the shapes of the tensors."""
-        return self.shaped(self.state.variates)
+        return self.reshape(self.state.variates)
 
-    def corrected(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+    def correct(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Return flat gradients of an inner step less the control variates."""
         h = self.state.variates
-        return {n: corrected(self._ops(n), self._specs[n], g, h[n]) for n, g in gradients.items() if n in h}
+        return {n: correct(self._ops(n), self._specs[n], g, h[n]) for n, g in gradients.items() if n in h}
 
     def _loss(self) -> dict[str, Array]:
         """Return the mean loss of this rank since the last sync as a tensor, if the periods follow it."""
@@ -395,14 +395,14 @@ class OuterRun:
         outcomes = {module: self._run.current_of(module).finish() for module in modules}
         merged = {name: x for outcome in outcomes.values() for name, x in outcome.merged.items()}
         sent = {name: x for outcome in outcomes.values() for name, x in outcome.own.items()}
-        merged, moved = self._of_senders(pending, merged), pending.changes
+        merged, moved = self._mean_of_senders(pending, merged), pending.changes
         if self.outer.pairs:
-            merged, moved = ({**x, **self._apart(x)} for x in (merged, moved))
+            merged, moved = ({**x, **self._minus_anchors(x)} for x in (merged, moved))
         variates, server = state.variates, state.server
         if server:
-            merged, variates, server = self._varied_in_part(pending, sent, merged, memories)
+            merged, variates, server = self._next_variates_in_part(pending, sent, merged, memories)
         elif variates and pending.sent > self.outer.warmup:
-            variates = {**variates, **self._varied(pending.changes, sent, merged, memories)}
+            variates = {**variates, **self._next_variates(pending.changes, sent, merged, memories)}
         if self._run.track_norms:
             self._note_spread(moved, merged)
         anchors, kept, written = dict(state.anchors), dict(state.kept), dict[str, Array]()
@@ -444,7 +444,7 @@ class OuterRun:
         )
         return OuterOutcome(written, new, outcomes)
 
-    def _of_senders(self, pending: PendingSync, merged: dict[str, Array]) -> dict[str, Array]:
+    def _mean_of_senders(self, pending: PendingSync, merged: dict[str, Array]) -> dict[str, Array]:
         """Return means over the ranks that have contributed, from those over all ranks; zeros if there are none."""
         if pending.takes_part is None or self._share in (0.0, 1.0):
             return merged
@@ -466,9 +466,9 @@ class OuterRun:
         self.record.note_sync(self.state.steps, sent, on_links)
         return outcome.weights
 
-    def shaped(self, flat: Mapping[str, Array]) -> dict[str, Array]:
+    def reshape(self, flat: Mapping[str, Array]) -> dict[str, Array]:
         """Return new arrays of flat weights in their shapes, which the caller may change."""
-        return {name: self._shaped(name, self._ops(name).copy(x)) for name, x in flat.items()}
+        return {name: self._reshape(name, self._ops(name).copy(x)) for name, x in flat.items()}
 
     def drop(self) -> dict[str, Array]:
         """Forget all steps since the last sync, and what is on its way; return the weights to go on with.
@@ -503,7 +503,7 @@ class OuterRun:
         """Return the memory that a tensor has at the next sync of a module."""
         return self._run.current_of(module).plan.assignment_of[name].memory
 
-    def _sent_of(self, name: str, weights: Mapping[str, Array], memory: Memory, rate: float) -> Array:
+    def _change_of(self, name: str, weights: Mapping[str, Array], memory: Memory, rate: float) -> Array:
         """Return what this rank sends of a tensor: what its weights have moved, or the tensor itself.
 
         A memory with a shift learns what gradients alone would have moved; `rate` is the sum of the learning rates.
@@ -519,7 +519,7 @@ class OuterRun:
             return change
         return with_variate(ops, self._specs[name], change, state.variates[name], rate)
 
-    def _apart(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+    def _minus_anchors(self, weights: Mapping[str, Array]) -> dict[str, Array]:
         """Return how far weights are from those after the last sync of this rank."""
         anchors = self.state.anchors
         return {n: anchors[n] - self._ops(n).reshape(x, (-1,)) for n, x in weights.items() if n in anchors}
@@ -561,7 +561,7 @@ class OuterRun:
                     step.rest(name)
                     continue
                 x, factor = pending.changes[name], self._factor_of(self._memory(module, name), factors[transport.rank])
-                step.ready(name, self._weighed(name, self._shaped(name, x), factor))
+                step.ready(name, self._weigh(name, self._reshape(name, x), factor))
 
     def _note_spread(self, own: Mapping[str, Array], mean: Mapping[str, Array]) -> None:
         each = [products(self._ops(name), x, mean[name]) for name, x in own.items() if name in self.state.anchors]
@@ -596,12 +596,12 @@ class OuterRun:
 
     def zeros(self, name: str) -> Array:
         """Return zeros in the place of a tensor."""
-        return self._shaped(name, self._ops(name).zeros(self._specs[name].numel, self._specs[name].dtype))
+        return self._reshape(name, self._ops(name).zeros(self._specs[name].numel, self._specs[name].dtype))
 
     def _flat(self, name: str, weights: Mapping[str, Array]) -> Array:
         return self._ops(name).reshape(weights[name], (-1,))
 
-    def _shaped(self, name: str, flat: Array) -> Array:
+    def _reshape(self, name: str, flat: Array) -> Array:
         return self._ops(name).reshape(flat, self._specs[name].shape)
 
     def _first_state(self, name: str, flat: Array) -> State:
@@ -673,7 +673,7 @@ class OuterRun:
                 saved["server"] = state.server
         return saved
 
-    def loaded(self, saved: Any, convert: Convert) -> OuterState:
+    def load(self, saved: Any, convert: Convert) -> OuterState:
         """Return a saved state in the form of this rank's; `convert` is as for `Run.load_state_dict`.
 
         Raises StateError if it belongs to other tensors or another outer optimizer, or is damaged.
@@ -689,7 +689,7 @@ class OuterRun:
             check_number(count, f"outer, {key}")
         zeros = {name: self._ops(name).zeros(spec.numel, spec.dtype) for name, spec in self._specs.items()}
         moved = {name: zeros[name] for name in self._weights}
-        anchors = self._loaded("anchors", state.get("anchors"), moved, convert)
+        anchors = self._read_arrays("anchors", state.get("anchors"), moved, convert)
         tables = check_mapping(state.get("kept"), "outer, kept")
         _check_names("kept", tables, moved)
         kept = dict[str, State]()
@@ -706,7 +706,7 @@ class OuterRun:
             modules = self._modules(int(str(sent)), int(str(counts["rounds"])))
             names = [name for module in modules for name in self._members[module]]
             expected = {name: zeros[name] for name in names if name in sending}
-            loaded = self._loaded("changes", sending, expected, convert)
+            loaded = self._read_arrays("changes", sending, expected, convert)
             pending = PendingSync(int(str(sent)), loaded, given.get("settled") is True)
         steps, synced_at, rounds = (int(str(count)) for count in counts.values())
         made = OuterState(steps, synced_at, rounds, anchors, kept, pending)
@@ -714,19 +714,19 @@ class OuterRun:
             losses = _numbers(state.get("losses"), "outer, losses", Losses._fields)
             made = made._replace(losses=Losses(**losses))
         if self.outer.relevance:
-            last = self._loaded("last", state.get("last"), moved if state.get("last") else {}, convert)
+            last = self._read_arrays("last", state.get("last"), moved if state.get("last") else {}, convert)
             made = made._replace(last=last)
         if self.outer.variates:
-            variates = self._loaded("variates", state.get("variates"), self._no_variates(), convert)
+            variates = self._read_arrays("variates", state.get("variates"), self._no_variates(), convert)
             # Before the first step there are none.
             rates = _numbers(state.get("rates"), "outer, rates", self._weights if state.get("rates") else ())
             made = made._replace(variates=variates, rates=rates)
             if self.outer.participation < 1:
-                server = self._loaded("server", state.get("server"), self._no_variates(), convert)
+                server = self._read_arrays("server", state.get("server"), self._no_variates(), convert)
                 made = made._replace(server=server)
         return made
 
-    def _loaded(self, key: str, saved: Any, expected: State, convert: Convert) -> State:
+    def _read_arrays(self, key: str, saved: Any, expected: State, convert: Convert) -> State:
         """Return one saved array per tensor in the form of those that are expected."""
         given = check_mapping(saved, f"outer, {key}")
         _check_names(key, given, expected)
@@ -736,7 +736,7 @@ class OuterRun:
             for name, x in expected.items()
         }
 
-    def merged(self, states: Sequence[Any], convert: Convert) -> OuterState:
+    def merge_states(self, states: Sequence[Any], convert: Convert) -> OuterState:
         """Return the state of this rank from those of all ranks of a run with another number of ranks.
 
         What is on its way becomes the mean over the ranks that this one continues, as residuals do, of what these have
@@ -748,7 +748,7 @@ class OuterRun:
                 f"{self._run.transport.size} ranks, received {len(states)}; start as many ranks as have saved it."
             )
         parts = shares(self._run.transport.rank, self._run.transport.size, len(states))
-        each = [(self.loaded(states[rank], convert), weight) for rank, weight in parts]
+        each = [(self.load(states[rank], convert), weight) for rank, weight in parts]
         # Control variates add up to zero over the ranks of before only.
         first = each[0][0]._replace(variates=self._no_variates())
         if first.pending is None:

@@ -34,7 +34,7 @@ def outer_update(
 
     def step() -> list[Array]:
         new, after = outer.optimizer.step(ops, anchor, change, kept)
-        mixed = outer.mixed(ops, anchor, new, ops.cast(own, spec.work_dtype)) if outer.keeps_own else new
+        mixed = outer.mix(ops, anchor, new, ops.cast(own, spec.work_dtype)) if outer.keeps_own else new
         return [new, mixed, *(after[key] for key in kept)]
 
     common, mixed, *states = ops.choose(warming, mean, step) if outer.warmup else step()
@@ -47,7 +47,7 @@ def products(ops: ArrayOps, change: Array, mean: Array) -> list[Array]:
     return [ops.sum(own * own), ops.sum(of_all * of_all), ops.sum(own * of_all)]
 
 
-def agreeing(ops: ArrayOps, change: Array, last: Array) -> Array:
+def count_agreeing(ops: ArrayOps, change: Array, last: Array) -> Array:
     """Return how many elements of a change have the signs of the last mean change, as a 0-d int64 array."""
     same = ((change > 0) & (last > 0)) | ((change < 0) & (last < 0)) | ((change == 0) & (last == 0))
     return ops.sum(ops.cast(same, "int64"))
@@ -58,12 +58,12 @@ def with_variate(ops: ArrayOps, spec: TensorSpec, change: Array, variate: Array,
     return ops.cast(ops.weighted_sum(ops.cast(change, spec.work_dtype), 1, variate, rate), spec.dtype)
 
 
-def corrected(ops: ArrayOps, spec: TensorSpec, gradient: Array, variate: Array) -> Array:
+def correct(ops: ArrayOps, spec: TensorSpec, gradient: Array, variate: Array) -> Array:
     """Return a flat gradient less the control variate, in the dtype of the gradient."""
     return ops.cast(ops.cast(ops.reshape(gradient, (-1,)), spec.work_dtype) - variate, ops.dtype(gradient))
 
 
-def varied(
+def next_variate(
     ops: ArrayOps, spec: TensorSpec, variate: Array, change: Array, mean: Array, *, kept: Any, factor: Any
 ) -> Array:
     """Return the next control variate, kept * h + factor * (change of this rank - mean change)."""
@@ -71,7 +71,7 @@ def varied(
     return ops.weighted_sum(variate, kept, own - of_all, factor)
 
 
-def in_part(
+def mean_in_part(
     ops: ArrayOps, spec: TensorSpec, server: Array, merged: Array, *, shifts: Any, rate: Any, share: Any
 ) -> tuple[Array, Array]:
     """Return the mean change of the ranks that contribute, a share of all, and the new mean c of all variates.
@@ -92,7 +92,7 @@ def in_part(
     return ops.cast(change, spec.dtype), new
 
 
-def varied_in_part(
+def next_variate_in_part(
     ops: ArrayOps,
     spec: TensorSpec,
     variate: Array,
@@ -117,6 +117,6 @@ def varied_in_part(
     return ops.choose(shifts, lambda: ops.weighted_sum(own, factor, after, -factor), moved)
 
 
-def weighed(ops: ArrayOps, tensors: Sequence[Array], factor: Array | None) -> list[Array]:
+def weigh(ops: ArrayOps, tensors: Sequence[Array], factor: Array | None) -> list[Array]:
     """Return tensors times a 0-d factor, rounded to their dtype; None stands for 1."""
     return list(tensors) if factor is None else [x * ops.cast(factor, ops.dtype(x)) for x in tensors]

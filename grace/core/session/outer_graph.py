@@ -11,14 +11,14 @@ from grace.core.config.outer import OuterSteps
 from grace.core.errors import StateError, StepError
 from grace.core.ops.composites import ArrayOps
 from grace.core.session.outer_formulas import (
-    agreeing,
-    corrected,
-    in_part,
+    correct,
+    count_agreeing,
+    mean_in_part,
+    next_variate,
+    next_variate_in_part,
     outer_update,
     products,
-    varied,
-    varied_in_part,
-    weighed,
+    weigh,
     with_variate,
 )
 from grace.core.session.record import Record
@@ -82,7 +82,7 @@ class GraphOuter:
     `weights` are the variables that train, one per spec, and `states` pairs variables of the inner optimizer with the
     number of syncs between two means. `resets` pairs the indices of weights with what lets a state of them begin again
     once they have synced. `noise(n, dtype)` returns normal numbers of this rank, if outer steps add any. An adapter
-    calls `before`, `corrected` and `after` around each inner step.
+    calls `before`, `correct` and `after` around each inner step.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GraphOuter:
 
         def zeros(name: str, wanted: Any) -> list[Variable]:
             made = [self._of(spec.device).zeros(spec.numel, spec.dtype) for spec in specs if wanted]
-            return [make_variable(f"{name}_{i}", self._shaped(i, x)) for i, x in enumerate(made)]
+            return [make_variable(f"{name}_{i}", self._reshape(i, x)) for i, x in enumerate(made)]
 
         def numbers(names: Collection[str], dtype: str, wanted: Any) -> dict[str, Variable]:
             return {name: make_variable(f"outer_{name}", self._number(0, dtype)) for name in names if wanted}
@@ -198,13 +198,13 @@ class GraphOuter:
                 fresh = fresh | (just_synced & exact)
             self._if(fresh, functools.partial(self._read, members))
         if self.variates or outer.pairs:
-            self._if(exchange.is_foreign(), self._loaded_another)
+            self._if(exchange.is_foreign(), self._note_foreign_load)
 
     def _read(self, members: Sequence[int]) -> None:
         for i in members:
             self.anchors[i].assign(self._weights[i].read_value())
 
-    def _loaded_another(self) -> None:
+    def _note_foreign_load(self) -> None:
         """Go on with what another rank has saved, or one of other ranks."""
         if self.outer.pairs:
             error = StateError(
@@ -214,14 +214,14 @@ class GraphOuter:
             self._ops.require(self._number(0, "int64") > 0, error)
         self.ranks_changed()
 
-    def corrected(self, gradients: Mapping[int, Array], lr: Array) -> dict[int, Array]:
+    def correct(self, gradients: Mapping[int, Array], lr: Array) -> dict[int, Array]:
         """Return gradients of an inner step less the control variates, and note its learning rate."""
         for rate in self._rates:
             rate.assign_add(self._ops.cast(lr, "float64"))
         found = {}
         for i, g in gradients.items():
             spec = self._specs[i]
-            found[i] = self._shaped(i, corrected(self._of(spec.device), spec, g, self.variates[i].read_value()))
+            found[i] = self._reshape(i, correct(self._of(spec.device), spec, g, self.variates[i].read_value()))
         return found
 
     def after(self, steps: Array, exchange: GraphExchange) -> None:
@@ -260,11 +260,13 @@ class GraphOuter:
         rounds = syncs // outer.count if syncs <= warm else outer.warmup + syncs - warm
         every = self._period(int(self._synced_at), rounds, *map(float, self._mean_losses)) if outer.adapt else 0
         # A pending exchange counts as a sync.
-        pending = not outer.adapt and any(s > outer.warmup and outer.fragments_sent(s) for s in self._unapplied(steps))
+        pending = not outer.adapt and any(
+            s > outer.warmup and outer.fragments_sent(s) for s in self._unapplied_steps(steps)
+        )
         factors = outer.factors(steps + 1, rounds + pending, exchange.size, exchange.seed)
         return self.record.stats(steps, rounds, every=every, participates=factors[exchange.rank] > 0)
 
-    def _unapplied(self, steps: int) -> range:
+    def _unapplied_steps(self, steps: int) -> range:
         """Return the inner steps after which something was sent that is not applied yet, if the ranks synced then."""
         return range(steps - self.outer.delay + 1, steps + 1)
 
@@ -283,16 +285,16 @@ class GraphOuter:
             moved = self._with_variates(moved, fragment, paces)
         share = None
         if outer.relevance:
-            factors = self._relevant(moved, warming, exchange)
+            factors = self._inside_by_relevance(moved, warming, exchange)
             share = sum(factors[1:], factors[0]) / exchange.size
         else:
             factors = self._factors(taken, fragment, exchange)
         part = Part(self, exchange, factors[exchange.rank] if factors else None, share)
         absent = [factor == 0 for factor in factors] if outer.participation < 1 or outer.relevance else []
-        sent = self._weighed(moved, part.factor, paces)
+        sent = self._weigh(moved, part.factor, paces)
         inside = None if part.factor is None else part.factor > 0
         found, own = exchange.sync(dict(zip(members, sent, strict=True)), inside, absent)
-        merged = part.rescaled(found)
+        merged = part.rescale(found)
         if self._servers:
             merged = self._vary_in_part(fragment, own, merged, paces, warming, factors, exchange.rank)
         if outer.pairs:
@@ -376,7 +378,7 @@ class GraphOuter:
             ops, spec = self._of(self._specs[i].device), self._specs[i]
             flat = ops.reshape(x, (-1,))
             alone = with_variate(ops, spec, flat, self.variates[i].read_value(), rate)
-            made.append(self._shaped(i, ops.where(paces[number] > 0, alone, flat)))
+            made.append(self._reshape(i, ops.where(paces[number] > 0, alone, flat)))
         return made
 
     def _factors(self, taken: Array, fragment: int, exchange: GraphExchange) -> list[Array]:
@@ -395,10 +397,10 @@ class GraphOuter:
             self._ops.computed(functools.partial(draw, rank), taken, rounds, dtype="float64") for rank in range(size)
         ]
 
-    def _relevant(self, moved: Sequence[Array], warming: Array, exchange: GraphExchange) -> list[Array]:
+    def _inside_by_relevance(self, moved: Sequence[Array], warming: Array, exchange: GraphExchange) -> list[Array]:
         """Return 1 for each rank whose changes have the signs of the last mean change, and 0 for the others."""
         each = zip(self._specs, moved, self._last, strict=True)
-        equal = [agreeing(self._of(spec.device), x, last.read_value()) for spec, x, last in each]
+        equal = [count_agreeing(self._of(spec.device), x, last.read_value()) for spec, x, last in each]
         share = self._ops.cast(sum(equal[1:], equal[0]), "float64") / sum(spec.numel for spec in self._specs)
         decides = ~(warming | (self._rounds == 0))
         self._tell(self._note_relevance, share, decides)
@@ -419,7 +421,7 @@ class GraphOuter:
         before, change, now = (ops.reshape(x, (-1,)) for x in (anchor.read_value(), mean, variable.read_value()))
         state = {key: v.read_value() for key, v in kept.items()}
         new, own, after = outer_update(self.outer, ops, spec, before, change, now, state, warming=warming)
-        new, own = self._shaped(i, new), self._shaped(i, own)
+        new, own = self._reshape(i, new), self._reshape(i, own)
         anchor.assign(new)
         variable.assign(new - (moved - sent) if self.outer.local_error else own)
         for key, v in kept.items():
@@ -432,17 +434,17 @@ class GraphOuter:
         for number, (i, x, mean) in enumerate(zip(self.fragments[fragment], own, merged, strict=True)):
             spec, h = self._specs[i], self.variates[i].read_value()
             ops, kept = self._of(spec.device), 1 - paces[number]
-            new = varied(ops, spec, h, x, mean, kept=kept, factor=steps[number])
+            new = next_variate(ops, spec, h, x, mean, kept=kept, factor=steps[number])
             self.variates[i].assign(ops.where(warming | (rate == 0), h, new))
         self._rates[fragment].assign(self._number(0.0, "float64"))
 
-    def _weighed(self, moved: Sequence[Array], factor: Array | None, paces: Array | None) -> list[Array]:
+    def _weigh(self, moved: Sequence[Array], factor: Array | None, paces: Array | None) -> list[Array]:
         """Return changes times the factor of this rank, but what a memory with a pace learns as it is."""
         if factor is None or paces is None:
-            return weighed(self._ops, moved, factor)
+            return weigh(self._ops, moved, factor)
         one = self._number(1.0, "float64")
         each = [self._ops.where(paces[number] > 0, one, factor) for number in range(len(moved))]
-        return [x for pair in zip(moved, each, strict=True) for x in weighed(self._ops, [pair[0]], pair[1])]
+        return [x for pair in zip(moved, each, strict=True) for x in weigh(self._ops, [pair[0]], pair[1])]
 
     def _vary_in_part(
         self,
@@ -462,10 +464,10 @@ class GraphOuter:
         for number, (i, x, mean) in enumerate(zip(self.fragments[fragment], own, merged, strict=True)):
             spec, h, before = self._specs[i], self.variates[i].read_value(), self._servers[i].read_value()
             ops, shifts, varies = self._of(spec.device), paces[number] > 0, ~warming & (rate > 0)
-            change, after = in_part(ops, spec, before, mean, shifts=shifts, rate=known, share=share)
-            changes.append(self._shaped(i, change))
+            change, after = mean_in_part(ops, spec, before, mean, shifts=shifts, rate=known, share=share)
+            changes.append(self._reshape(i, change))
             factor = 1 / (ops.where(shifts | ~inside, one, factors[rank]) * known)
-            new = varied_in_part(ops, spec, h, x, (before, after), shifts=shifts, inside=inside, factor=factor)
+            new = next_variate_in_part(ops, spec, h, x, (before, after), shifts=shifts, inside=inside, factor=factor)
             self._servers[i].assign(ops.where(shifts | varies, after, before))
             self.variates[i].assign(ops.where(varies, new, h))
         self._rates[fragment].assign(self._number(0.0, "float64"))
@@ -522,7 +524,7 @@ class GraphOuter:
     def _number(self, value: float, dtype: str) -> Array:
         return self._ops.reshape(self._ops.numbers([value], dtype), ())
 
-    def _shaped(self, i: int, x: Array) -> Array:
+    def _reshape(self, i: int, x: Array) -> Array:
         return self._of(self._specs[i].device).reshape(x, self._specs[i].shape)
 
     def _wide(self, i: int, weight: Variable) -> Array:
@@ -545,8 +547,8 @@ class Part(NamedTuple):
         """Return uncompressed means over the ranks that contribute, at every `every`-th sync."""
         run = self.run
         pairing = run._rounds // every - 1 if run.outer.pairs else None
-        sent = weighed(run._ops, tensors, self.factor)
-        return self.rescaled(self.exchange.means(sent, label, of_first=of_first, pairing=pairing))
+        sent = weigh(run._ops, tensors, self.factor)
+        return self.rescale(self.exchange.means(sent, label, of_first=of_first, pairing=pairing))
 
     def average(self, kept: Sequence[Variable], label: str, every: int, *, of_first: bool = False) -> None:
         """Write these means to the variables that they are of."""
@@ -554,9 +556,9 @@ class Part(NamedTuple):
         for v, new in zip(kept, found, strict=True):
             v.assign(new)
 
-    def rescaled(self, merged: Sequence[Array]) -> list[Array]:
+    def rescale(self, merged: Sequence[Array]) -> list[Array]:
         """Return means over the ranks that contribute, from those over all; zeros if there are none."""
         if self.senders is None:
             return list(merged)
         ops = self.run._ops
-        return weighed(ops, merged, ops.where(self.senders > 0, 1 / self.senders, 1.0))
+        return weigh(ops, merged, ops.where(self.senders > 0, 1 / self.senders, 1.0))

@@ -39,7 +39,7 @@ class Record:
         """
         self._sent += sent
         self.occupied.note_sync(link_bytes)
-        used, needed = self.occupied.utilisation, self._needed(step)
+        used, needed = self.occupied.utilisation, self._needed_bandwidth(step)
         if self.tells and used is not None and needed and step > self._outer.warmup:
             self.tells = False
             tell_need(self.occupied.seconds, used, needed)
@@ -78,9 +78,9 @@ class Record:
             **self._spread,
             "loss": self.loss,
             "utilisation": self.occupied.utilisation,
-            "needed_bandwidth": self._needed(steps),
+            "needed_bandwidth": self._needed_bandwidth(steps),
             "participates": participates,
         }
 
-    def _needed(self, step: int) -> float | None:
-        return self.occupied.needed(0.95, self._outer.delay_after(step))
+    def _needed_bandwidth(self, step: int) -> float | None:
+        return self.occupied.needed_bandwidth(0.95, self._outer.delay_after(step))

@@ -23,7 +23,7 @@ from grace.core.session.outer_setup import check_outer, check_references, fragme
 from grace.core.session.start import check_auto
 from grace.core.spec import Array, Payload, Ranks, TensorSpec, as_specs
 from grace.core.state.checks import check_mapping, show
-from grace.core.state.merge import in_rank_order
+from grace.core.state.merge import sort_by_rank
 from grace.core.state.run import Run
 from grace.core.step.bucket_step import BucketStep
 from grace.core.step.unit_step import UnitStep
@@ -156,7 +156,7 @@ def negotiate(steps: Sequence[UnitStep]) -> None:
     The communicator must not cut the unit.
     """
     if steps[0].proposal is not None:
-        _in_lock_step([bucket.negotiate() for bucket in _buckets(steps)], steps[0].site.ops)
+        _run_in_lock_step([bucket.negotiate() for bucket in _buckets(steps)], steps[0].site.ops)
 
 
 def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
@@ -164,7 +164,7 @@ def deliver(steps: Sequence[UnitStep]) -> list[Delivered]:
 
     The communicator must not cut the unit.
     """
-    received = _in_lock_step([bucket.route.run(bucket) for bucket in _buckets(steps)], steps[0].site.ops)
+    received = _run_in_lock_step([bucket.route.run(bucket) for bucket in _buckets(steps)], steps[0].site.ops)
     return [Delivered(r.payloads[0], r.flags[0]) for r in received]
 
 
@@ -180,7 +180,7 @@ def _buckets(steps: Sequence[UnitStep]) -> list[BucketStep]:
     ]
 
 
-def _in_lock_step(programs: Sequence[Program[T]], ops: ArrayOps) -> list[T]:
+def _run_in_lock_step(programs: Sequence[Program[T]], ops: ArrayOps) -> list[T]:
     network = _Network(len(programs))
     transports = [SimulatedTransport(rank, network, ops) for rank in range(len(programs))]
     return run_programs(programs, transports, "unit")
@@ -307,7 +307,7 @@ class Simulation(Exchange):
                 outer.restore(state)
             self.network.drop()
             raise
-        new = [o.shaped(o.commit(done)) if done else {} for o, done in zip(self.outers, outcomes, strict=True)]
+        new = [o.reshape(o.commit(done)) if done else {} for o, done in zip(self.outers, outcomes, strict=True)]
         return [{**mine, **synced} for mine, synced in zip(weights, new, strict=True)]
 
     def stats(self, rank: int = 0) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class Simulation(Exchange):
                 "Simulation.state_dict() has returned."
             )
         alone = ranks is not state and len(ranks) == self.size
-        given = ranks if alone else [in_rank_order(ranks)] * self.size
+        given = ranks if alone else [sort_by_rank(ranks)] * self.size
         with self._all_or_nothing():
             loaded = [self._load(e, rank, mine) for rank, (e, mine) in enumerate(zip(self.runs, given, strict=True))]
         notice = next((text for _, text in loaded if text), "")

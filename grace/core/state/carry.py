@@ -30,10 +30,10 @@ def carry(
     memory continues only if that one does. Without `same_ranks` no owner is the same as before.
     """
     old_scales, new_scales = scales(before), scales(after)
-    states = {name: _widened(unit, states[name], ops) for name, unit in before.stateful.items()}
+    states = {name: _widen(unit, states[name], ops) for name, unit in before.stateful.items()}
 
     def first(unit: Unit) -> UnitStates:
-        return _widened(unit, fresh(unit), ops)
+        return _widen(unit, fresh(unit), ops)
 
     def factor(old: Unit, unit: Unit) -> float:
         return new_scales[unit.spec.name] / old_scales[old.spec.name]
@@ -66,7 +66,7 @@ def carry(
     }
 
 
-def _widened(unit: Unit, states: UnitStates, ops: Callable[[str], ArrayOps]) -> UnitStates:
+def _widen(unit: Unit, states: UnitStates, ops: Callable[[str], ArrayOps]) -> UnitStates:
     return {**states, "memory": widen(unit, states["memory"], ops(unit.spec.device))}
 
 

@@ -87,13 +87,13 @@ def _have_same_tensors(saved: Mapping[str, dict[str, Any]], units: Mapping[str, 
     return wanted <= found and {tensor for tensor, *_ in wanted} == {tensor for tensor, *_ in found}
 
 
-def carrying(units: Mapping[str, Unit]) -> frozenset[str]:
+def carried_tensors(units: Mapping[str, Unit]) -> frozenset[str]:
     """Return the tensors that carry the residual of an earlier method, which the memory `leftover` sends."""
     found = (unit for unit in units.values() if isinstance(unit.memory, Leftover))
     return frozenset(tensor for unit in found for tensor in tensors_of(unit))
 
 
-def saved_carrying(saved: Mapping[str, Any]) -> frozenset[str]:
+def saved_carried_tensors(saved: Mapping[str, Any]) -> frozenset[str]:
     """Return the same of saved states, which may be damaged in any way."""
     found: set[str] = set()
     for entry in saved.values():

@@ -23,7 +23,7 @@ Place = slice | EllipsisType
 Role = tuple[str, int]
 
 
-def in_rank_order(states: Sequence[Any]) -> list[dict[str, Any]]:
+def sort_by_rank(states: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the states of all ranks of one run in the order of the ranks.
 
     Raises StateError if one is damaged, missing or there twice, or if they are of different runs or steps.
@@ -58,7 +58,7 @@ def optimizer_state(state: Any, rank: int) -> dict[str, Any]:
         return dict(check_mapping(state, "the optimizer"))
     every = [check_mapping(each, "the optimizer") for each in state]
     parts = [each.get("grace") for each in every]
-    first = in_rank_order(parts)[rank % len(parts)]
+    first = sort_by_rank(parts)[rank % len(parts)]
     return {**next(each for each in every if each["grace"] is first), "grace": parts}
 
 
@@ -74,7 +74,7 @@ def shares(number: int, count: int, before: int) -> list[tuple[int, float]]:
     ]
 
 
-def by_role(plan: Plan) -> dict[Role, list[Unit]]:
+def units_by_role(plan: Plan) -> dict[Role, list[Unit]]:
     """Return the units of a plan, and those with which their means are sent on, by the roles of their memories.
 
     With another number of ranks, a communicator may give the same memories to other places of a chain.
@@ -122,7 +122,7 @@ class Merge:
     def states(self) -> dict[str, UnitStates]:
         """Return the states of all units of the new plan. Raises StateError if a saved state does not fit the old."""
         keys = self._check()
-        old, new = by_role(self._before), by_role(self._after)
+        old, new = units_by_role(self._before), units_by_role(self._after)
         made: dict[str, UnitStates] = {}
         for role, units in new.items():
             before = old.get(role, [])
@@ -131,10 +131,10 @@ class Merge:
                 ops = self._ops(unit.spec.device)
                 fresh = initial(unit, ops, self._seed, self._rank)
                 memory = {
-                    key: self._continued(unit, before, same.get(unit.pieces), key, start)
+                    key: self._continue_memory(unit, before, same.get(unit.pieces), key, start)
                     for key, start in widen(unit, fresh["memory"], ops).items()
                 }
-                compressor = self._learnt(unit, fresh["compressor"])
+                compressor = self._merge_compressor_state(unit, fresh["compressor"])
                 made[unit.spec.name] = {"memory": memory, "compressor": compressor}
         for role, units in old.items():
             continued = {piece.tensor for unit in new.get(role, ()) for piece in unit.pieces}
@@ -163,11 +163,11 @@ class Merge:
             theirs = initial(unit, self._ops(unit.spec.device), self._seed, None)
             keys[name] = list(widen(unit, theirs["memory"], self._ops(unit.spec.device)))
             for rank, state in enumerate(self._saved):
-                expected = theirs if unit.kept_by(rank) else {**theirs, "memory": {}}
+                expected = theirs if unit.is_kept_by(rank) else {**theirs, "memory": {}}
                 check_entry(name, unit, state["tensors"][name], expected)
         return keys
 
-    def _learnt(self, unit: Unit, fresh: State) -> State:
+    def _merge_compressor_state(self, unit: Unit, fresh: State) -> State:
         """Return the state of a compressor, which is equal on all ranks."""
         name, old = unit.spec.name, self._before.stateful.get(unit.spec.name)
         if old is None or compressors.name_of(old.compressor) != compressors.name_of(unit.compressor):
@@ -176,37 +176,37 @@ class Merge:
             name, self._saved[0]["tensors"][name]["compressor"], fresh, self._convert, self._ops(unit.spec.device)
         )
 
-    def _continued(self, unit: Unit, before: Sequence[Unit], same: Unit | None, key: str, fresh: Array) -> Array:
+    def _continue_memory(self, unit: Unit, before: Sequence[Unit], same: Unit | None, key: str, fresh: Array) -> Array:
         """Return one array of a memory's state; `same` is the unit that had the same pieces before."""
         if same is not None:
-            found = self._merged(unit, same, key, fresh, ...)
+            found = self._merge_elements(unit, same, key, fresh, ...)
             return self._lose(unit, key, fresh) if found is None else found
         if tuple(fresh.shape) != (unit.spec.numel,):
-            return self._agreed(unit, before, key, fresh)
+            return self._agree(unit, before, key, fresh)
         rows = []
         for piece, offset in offsets(unit):
             at = offset
             for start, stop, old, place in holders(before, piece):
                 low, high = offset + start - piece.start, offset + stop - piece.start
-                found = self._merged(unit, old, key, fresh[low:high], slice(place, place + stop - start))
+                found = self._merge_elements(unit, old, key, fresh[low:high], slice(place, place + stop - start))
                 rows += [fresh[at:low], self._lose(unit, key, fresh[low:high]) if found is None else found]
                 at = high
             rows.append(fresh[at : offset + piece.numel])
         return self._ops(unit.spec.device).concat(rows)
 
-    def _agreed(self, unit: Unit, before: Sequence[Unit], key: str, fresh: Array) -> Array:
+    def _agree(self, unit: Unit, before: Sequence[Unit], key: str, fresh: Array) -> Array:
         """Return a state of no element, such as a counter, if all old units that hold parts of this one agree on it."""
         parts = {old.spec.name: old for piece in unit.pieces for _, _, old, _ in holders(before, piece)}
-        found = [self._merged(unit, old, key, fresh, ...) for old in parts.values()]
+        found = [self._merge_elements(unit, old, key, fresh, ...) for old in parts.values()]
         if any(x is None or not self._equal(unit, x, found[0]) for x in found):
             return self._lose(unit, key, fresh)
         return found[0] if found else fresh
 
-    def _merged(self, unit: Unit, old: Unit, key: str, like: Array, at: Place) -> Array | None:
+    def _merge_elements(self, unit: Unit, old: Unit, key: str, like: Array, at: Place) -> Array | None:
         """Return what this rank continues of the elements `at` of an old array; None if that cannot be merged."""
         owners, owners_before = self._owners(unit, self._size), self._owners(old, len(self._saved))
         weights = shares(owners.index(self._rank), len(owners), len(owners_before))
-        arrays = [self._loaded(old, owners_before[i], key, like, at) for i, _ in weights]
+        arrays = [self._read_elements(old, owners_before[i], key, like, at) for i, _ in weights]
         if any(array is None for array in arrays):
             return None
         ops, total = self._ops(unit.spec.device), arrays[0]
@@ -225,7 +225,7 @@ class Merge:
     def _owners(self, unit: Unit, size: int) -> Sequence[int]:
         return range(size) if unit.owners is None else unit.owners
 
-    def _loaded(self, old: Unit, rank: int, key: str, like: Array, at: Place) -> Array | None:
+    def _read_elements(self, old: Unit, rank: int, key: str, like: Array, at: Place) -> Array | None:
         """Return elements of a saved array in the form of `like`; None if they have another shape or dtype."""
         state, ops = self._saved[rank]["tensors"][old.spec.name]["memory"], self._ops(old.spec.device)
         if old.memory.residual_dtype is not None:
@@ -261,17 +261,17 @@ class Merge:
             takers = [each for each in (unit, *unit.chain) if "residual" in self._empty(each)]
             if not takers:
                 at = slice(offset + begin - piece.start, offset + end - piece.start)
-                parts = [self._loaded(old, rank, "residual", start[at], at) for rank in owners]
+                parts = [self._read_elements(old, rank, "residual", start[at], at) for rank in owners]
                 taken = taken and all(self._equal(old, part, start[at]) for part in parts)
             for low, high, taker, place in holders(takers[:1], Piece(piece.tensor, begin, end)):
-                if not taker.kept_by(self._rank):
+                if not taker.is_kept_by(self._rank):
                     continue
                 at = slice(offset + low - piece.start, offset + high - piece.start)
                 ops, total = self._ops(taker.spec.device), made[taker.spec.name]["memory"]["residual"]
                 factor = self._growth * after[taker.spec.name] / before[old.spec.name] / len(owners)
                 part, dtype = total[place : place + high - low], ops.dtype(total)
                 for rank in owners:
-                    held = self._loaded(old, rank, "residual", start[at], at)
+                    held = self._read_elements(old, rank, "residual", start[at], at)
                     part = part + ops.cast(held, dtype) * ops.cast(factor, dtype)
                 rows = [total[:place], part, total[place + high - low :]]
                 made[taker.spec.name]["memory"]["residual"] = ops.concat(rows)

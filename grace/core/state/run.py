@@ -15,7 +15,7 @@ from grace.core.plan.plan import Plan, join
 from grace.core.plan.unit import Unit
 from grace.core.spec import Array, State
 from grace.core.state.carry import carry, move, splice_units
-from grace.core.state.checkpoint import carrying, entry_of, load_units, saved_carrying
+from grace.core.state.checkpoint import carried_tensors, entry_of, load_units, saved_carried_tensors
 from grace.core.state.checks import STATE_VERSION, check_mapping, check_saved
 from grace.core.state.merge import Merge
 from grace.core.state.states import Stages, States, UnitStates, first_memory, initial, initial_states, plan_at
@@ -462,9 +462,9 @@ class Run:
 
     def _states_for(self, module: str, saved: Mapping[str, Any], stages: StagesCarrying | None) -> States:
         """Return states of a module at a saved step, in the stages whose tensors carry residuals as the saved ones."""
-        now, step, found = self._states[module], int(saved["step"]), saved_carrying(saved["tensors"])
+        now, step, found = self._states[module], int(saved["step"]), saved_carried_tensors(saved["tensors"])
         own = now.stages
-        if stages is not None and found != carrying(plan_at(own, step).stateful):
+        if stages is not None and found != carried_tensors(plan_at(own, step).stateful):
             own = self._divide(stages(found))[module]
         if plan_at(own, step) is now.plan:
             return States(own, step, now.units)

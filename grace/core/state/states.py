@@ -60,4 +60,4 @@ def initial(unit: Unit, ops: ArrayOps, seed: int, rank: int | None) -> dict[str,
 
 def first_memory(unit: Unit, ops: ArrayOps, rank: int | None) -> State:
     """Return the initial state of a unit's memory on a rank; without a rank, the one that its owner has."""
-    return narrow(unit, unit.memory.init(unit.spec, ops), ops) if rank is None or unit.kept_by(rank) else {}
+    return narrow(unit, unit.memory.init(unit.spec, ops), ops) if rank is None or unit.is_kept_by(rank) else {}

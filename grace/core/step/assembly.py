@@ -75,7 +75,7 @@ class Outgoing:
         self._plan, self._ops, self._into, self._rank = plan, ops, into, rank
         self._windows = plan.windows(rank)
         self._pieces: dict[str, list[tuple[int, Array]]] = {}
-        self._places: dict[str, Array] = {}
+        self._targets: dict[str, Array] = {}
         self._written: dict[str, int] = {}
         self.merged: dict[str, Array] = {}
 
@@ -86,10 +86,10 @@ class Outgoing:
         """
         piece = unit.pieces[0]
         spec, ops = self._plan.assignment_of[piece.tensor].spec, self._ops(unit.spec.device)
-        if len(unit.pieces) > 1 or not self._goes_into_place(piece, ops) or spec.dtype != spec.work_dtype:
+        if len(unit.pieces) > 1 or not self._writes_to_target(piece, ops) or spec.dtype != spec.work_dtype:
             return None
         start, stop = self._windows[piece.tensor]
-        whole = self._all(piece.tensor, ops)
+        whole = self._target(piece.tensor, ops)
         return whole if piece.numel == stop - start else whole[piece.start - start : piece.stop - start]
 
     def add(self, unit: Unit, x: Array, factor: float, target: Array | None) -> None:
@@ -100,7 +100,7 @@ class Outgoing:
         if x is target:
             self._count(unit.pieces[0], ops)
             return
-        direct = all(self._goes_into_place(piece, ops) for piece in unit.pieces)
+        direct = all(self._writes_to_target(piece, ops) for piece in unit.pieces)
         if factor != 1 and (not direct or unit.spec.numel < _FEW * (len(unit.pieces) - 1)):
             x, factor = ops.scale_(x, factor), 1.0
         # The most frequent case: most pieces are tensors. Shards cut one at each end.
@@ -120,30 +120,30 @@ class Outgoing:
 
     def _put(self, ops: ArrayOps, piece: Piece, x: Array, factor: float) -> None:
         """Take a piece, x times the factor."""
-        if not self._goes_into_place(piece, ops):
+        if not self._writes_to_target(piece, ops):
             self._collect(ops, piece, x)
             return
-        ops.place(self._all(piece.tensor, ops), piece.start - self._windows[piece.tensor][0], x, factor)
+        ops.place(self._target(piece.tensor, ops), piece.start - self._windows[piece.tensor][0], x, factor)
         self._count(piece, ops)
 
     def _is_whole(self, piece: Piece, ops: ArrayOps) -> bool:
         return ops.eager and piece.tensor in self._into and len(self._plan.places[piece.tensor]) == 1
 
-    def _goes_into_place(self, piece: Piece, ops: ArrayOps) -> bool:
+    def _writes_to_target(self, piece: Piece, ops: ArrayOps) -> bool:
         return ops.eager and (piece.tensor in self._into or len(self._plan.places[piece.tensor]) > 1)
 
-    def _all(self, tensor: str, ops: ArrayOps) -> Array:
+    def _target(self, tensor: str, ops: ArrayOps) -> Array:
         """Return the flat array that becomes the tensor's merged gradient."""
-        if tensor not in self._places:
+        if tensor not in self._targets:
             spec, given, numel = self._plan.assignment_of[tensor].spec, self._into.get(tensor), self._numel(tensor)
-            self._places[tensor] = ops.empty(numel, spec.dtype) if given is None else ops.reshape(given, (numel,))
-        return self._places[tensor]
+            self._targets[tensor] = ops.empty(numel, spec.dtype) if given is None else ops.reshape(given, (numel,))
+        return self._targets[tensor]
 
     def _numel(self, tensor: str) -> int:
         start, stop = self._windows[tensor]
         return stop - start
 
-    def _shaped(self, tensor: str, x: Array, ops: ArrayOps) -> Array:
+    def _reshape(self, tensor: str, x: Array, ops: ArrayOps) -> Array:
         spec = self._plan.assignment_of[tensor].spec
         return ops.reshape(x, spec.shape) if self._numel(tensor) == spec.numel else x
 
@@ -152,7 +152,7 @@ class Outgoing:
         written = self._written[tensor] = self._written.get(tensor, 0) + piece.numel
         if written == self._numel(tensor):
             given = self._into.get(tensor)
-            self.merged[tensor] = self._shaped(tensor, self._all(tensor, ops), ops) if given is None else given
+            self.merged[tensor] = self._reshape(tensor, self._target(tensor, ops), ops) if given is None else given
 
     def _collect(self, ops: ArrayOps, piece: Piece, x: Array) -> None:
         spec = self._plan.assignment_of[piece.tensor].spec
@@ -160,5 +160,5 @@ class Outgoing:
         pieces.append((piece.start, x))
         if len(pieces) == sum(unit.is_merged_by(self._rank) for unit, _, _ in self._plan.places[piece.tensor]):
             del self._pieces[piece.tensor]
-            flat = ops.lay_out([x for _, x in sorted(pieces, key=lambda place: place[0])])
-            self.merged[piece.tensor] = self._shaped(piece.tensor, ops.cast(flat, spec.dtype), ops)
+            flat = ops.lay_out([x for _, x in sorted(pieces, key=lambda item: item[0])])
+            self.merged[piece.tensor] = self._reshape(piece.tensor, ops.cast(flat, spec.dtype), ops)

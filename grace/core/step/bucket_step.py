@@ -102,7 +102,7 @@ class BucketStep:
         absent = [self.absent[rank] for rank in ranks] if self.absent else []
         if all(gone is False for gone in absent):
             return layout.decode(self.ops, data, len(ranks), self.stamp)
-        steps = [step.of_nothing() for step in self._steps(units)]
+        steps = [step.compress_zeros() for step in self._steps(units)]
         nothing = layout.encode(self.ops, [step.coded for step in steps], [step.bad for step in steps], self.stamp)
         return layout.decode(self.ops, data, len(ranks), self.stamp, absent, nothing)
 

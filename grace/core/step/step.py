@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from grace.core.config.registry import memories
 from grace.core.errors import StepError
-from grace.core.guards.replicas import at_other_steps
+from grace.core.guards.replicas import other_steps_error
 from grace.core.methods.compressor import Compressor
 from grace.core.methods.memory import wide_norm
 from grace.core.observe.statistics import Notes
@@ -315,7 +315,7 @@ class Step:
         `into` is as for `finish`; the first call of a step counts. Raises what `finish` raises.
         """
         self._check_complete()
-        outgoing = self._outgoing_into(into)
+        outgoing = self._open_outgoing(into)
         left = [bucket for bucket in self.plan.buckets if bucket.name in self._buckets]
         while left:
             number, behind = min(self._buckets[bucket.name].started for bucket in left), []
@@ -329,7 +329,7 @@ class Step:
                 yield dict(itertools.islice(outgoing.merged.items(), before, None))
             left = behind
 
-    def _outgoing_into(self, into: Mapping[str, Array] | None) -> Outgoing:
+    def _open_outgoing(self, into: Mapping[str, Array] | None) -> Outgoing:
         if self._outgoing is None:
             self._outgoing = Outgoing(self.plan, self._ops, into or {}, self._transport.rank)
         return self._outgoing
@@ -347,7 +347,7 @@ class Step:
         """
         for _ in self.complete(into):
             pass
-        outgoing = self._outgoing_into(into)
+        outgoing = self._open_outgoing(into)
         tallies = self._tallies
         self._retune({unit.spec.name: tallies[unit.spec.name] for unit in self.plan.units if unit.spec.name in tallies})
         splice_units(self.plan, self._new, self._kept, self._resting.union(unused), self._ops)
@@ -427,7 +427,7 @@ class Step:
         for kind in KINDS:
             self._notes[kind, bucket.name] = under_way.nbytes.get(kind, 0)
         for in_step in received.in_step:
-            self._ops(bucket.units[0].spec.device).require(in_step, at_other_steps(self._transport.rank))
+            self._ops(bucket.units[0].spec.device).require(in_step, other_steps_error(self._transport.rank))
         for unit, payloads, flags in zip(bucket.units, received.payloads, received.flags, strict=True):
             # Free what each unit holds before the next one: Python looks for garbage among all objects that are left.
             name, step = unit.spec.name, under_way.steps.pop(0)
@@ -442,7 +442,7 @@ class Step:
             sent = step
             for onward in step.chain:
                 self._new[onward.unit.spec.name] = onward.states_unless(flags)
-                if onward.unit.kept_by(self._transport.rank):
+                if onward.unit.is_kept_by(self._transport.rank):
                     sent = onward
             # The owner of a unit that it alone merges sends nothing of it.
             own = unit.merged_by is not None and self._transport.size > 1

@@ -146,7 +146,7 @@ class UnitStep:
         if self._rollback:
             self.states = {**self.states, "memory": held}
 
-    def of_nothing(self) -> UnitStep:
+    def compress_zeros(self) -> UnitStep:
         """Return the compressed step of a rank that rests, as this one knows it."""
         if self.rests:
             return self
@@ -377,7 +377,7 @@ class UnitStep:
         """Return the mean of the decoded payloads, or for a vote its result; before `conclude`, to send it on."""
         averages = self.unit.compressor.averages and len(payloads) > 1
         gradient, factor = _merge_times(
-            self.unit, self._whole(payloads), 1 / len(payloads) if averages else 1.0, self.site
+            self.unit, self._add_known_fields(payloads), 1 / len(payloads) if averages else 1.0, self.site
         )
         return gradient if factor == 1 else self.site.ops.scale_(gradient, factor)
 
@@ -390,7 +390,7 @@ class UnitStep:
         if self.mean_from is not None:
             return self._conclude_mean(self.mean_from, payloads, flags, out)
         unit, site, ops = self.unit, self.site, self.site.ops
-        payloads = self._whole(payloads)
+        payloads = self._add_known_fields(payloads)
         merges = isinstance(unit.memory, Merging)
         size = site.size if unit.compressor.averages and unit.communicator.result is None and not merges else 1
         already_mean = size == 1 or (self._average and unit.half_sum)
@@ -411,7 +411,7 @@ class UnitStep:
         self.concluded = states
         return Concluded(gradient, factor * back, states, tally)
 
-    def _whole(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
+    def _add_known_fields(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
         """Return payloads of all ranks with the fields that do not travel, because they are equal on all ranks."""
         home = {name: self.payload[name] for name in self.unit.local_fields}
         return [{**payload, **home} for payload in payloads] if home else payloads

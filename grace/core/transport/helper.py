@@ -37,13 +37,13 @@ class Helper:
             self._awake.wait()
             self._awake.clear()
             pause = self._SHORTEST_S
-            while not self._ended and self._advanced():
+            while not self._ended and self._advance():
                 time.sleep(pause)
                 pause = min(self._GROWTH * pause, self._LONGEST_S)
             if self._ended:
                 return
 
-    def _advanced(self) -> bool:
+    def _advance(self) -> bool:
         """Advance what can be; return whether a header is still on the way."""
         transport = self._transport()
         if transport is None:

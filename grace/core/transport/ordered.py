@@ -136,7 +136,7 @@ class OrderedTransport(HandshakeTransport):
     def announce(self, text: str, name: str) -> None:
         if self.size > 1:
             text = f"a step from '{name}' on, with the plan {text}"
-            self._follow(lambda: self.explain(name), self._checked(0, text, (), _nothing), 0)
+            self._follow(lambda: self.explain(name), self._run_checked(0, text, (), _nothing), 0)
 
     def _start(self, collective: Collective, name: str) -> Handle:
         kind, lane = collective.kind, min(collective.round or 0, self.lanes - 1)
@@ -165,8 +165,8 @@ class OrderedTransport(HandshakeTransport):
         if rows is None and (collective.equal or kind in ("allreduce", "broadcast")):
             rows = [lengths] * self.size
         if collective.round is not None and rows is not None:
-            return self._follow(what, self._known(rows, body), lane)
-        return self._follow(what, self._checked(lane, f"{described} '{name}'{alike}", lengths, body), lane)
+            return self._follow(what, self._run_known(rows, body), lane)
+        return self._follow(what, self._run_checked(lane, f"{described} '{name}'{alike}", lengths, body), lane)
 
     def _follow(self, what: Callable[[], str], phases: Phases, lane: int) -> Handle:
         """Start a collective, and take it through its phases from now on."""
@@ -177,12 +177,12 @@ class OrderedTransport(HandshakeTransport):
         self._progress()
         return handle
 
-    def _known(self, rows: Lengths, body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
+    def _run_known(self, rows: Lengths, body: Callable[[list[tuple[int, ...]]], Phases]) -> Phases:
         """Run the body of a collective whose lengths are known on all ranks, without another header."""
         yield lambda: True
         return (yield from body([tuple(row) for row in rows]))
 
-    def _checked(
+    def _run_checked(
         self, lane: int, text: str, lengths: Sequence[int], body: Callable[[list[tuple[int, ...]]], Phases]
     ) -> Phases:
         """Check that all ranks start the same collective, then run its body."""
@@ -201,11 +201,11 @@ class OrderedTransport(HandshakeTransport):
                 raise MismatchError(
                     f"rank {self.rank} started {text}, but rank {rank} started {theirs}; "
                     "all ranks must start the same collectives in the same order. "
-                    f"Rank {self.rank} knows them as {self._explained(text)}, and as {self._explained(theirs)}."
+                    f"Rank {self.rank} knows them as {self._explain_other(text)}, and as {self._explain_other(theirs)}."
                 )
         return (yield from body([struct.unpack(f"<{self.size}q", header[:start]) for header in headers]))
 
-    def _explained(self, text: str) -> str:
+    def _explain_other(self, text: str) -> str:
         """Return in words what a described collective carries. The description of another rank may be cut short."""
         return self.explain(text.partition("'")[2].partition("'")[0])
 
@@ -219,7 +219,7 @@ class OrderedTransport(HandshakeTransport):
             self._advance_all()
         for handle in self._pending:
             if handle.error is not None:
-                raise self._failed(handle.error, handle.what) from None
+                raise self._fail(handle.error, handle.what) from None
         self._pending = [handle for handle in self._pending if not handle.done]
 
     def advance(self) -> None:
@@ -253,7 +253,7 @@ class OrderedTransport(HandshakeTransport):
             other._beside.discard(self)
         self._beside.clear()
 
-    def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
+    def _fail(self, error: Exception, what: Callable[[], str]) -> Exception:
         """Note that no collective can go on, and return the error that says why."""
         self._failure = error
         return error

@@ -47,7 +47,7 @@ def gap_facts(ops: ArrayOps, indices: Array, low: Any) -> Array:
 
 @gap_facts.kernel()
 def _(ops: Native, indices: Array, low: Any) -> Array | None:
-    if not _served(ops, indices):
+    if not _has_kernel(ops, indices):
         return None
     return ops.run("gap_facts", [indices], [low], outputs=["int64"], lengths=[2])[0]
 
@@ -72,7 +72,7 @@ def encode_gaps(ops: ArrayOps, indices: Array, low: Any, unary: Any, planes: int
 
 @encode_gaps.kernel()
 def _(ops: Native, indices: Array, low: Any, unary: Any, planes: int) -> Array | None:
-    if not _served(ops, indices):
+    if not _has_kernel(ops, indices):
         return None
     length = low * ((ops.length(indices) + 7) // 8) + unary
     return ops.run("encode_gaps", [indices], [low, unary], outputs=["uint8"], lengths=[length])[0]
@@ -103,12 +103,12 @@ def _quotients(ops: ArrayOps, data: Array, unary: Any, k: int) -> Array:
 
 @decode_gaps.kernel()
 def _(ops: Native, data: Array, low: Any, unary: Any, k: int, planes: int) -> Array | None:
-    if not _served(ops, data):
+    if not _has_kernel(ops, data):
         return None
     return ops.run("decode_gaps", [data], [low, unary, k], outputs=["int32"], lengths=[k])[0]
 
 
-def _served(ops: Native, x: Array) -> bool:
+def _has_kernel(ops: Native, x: Array) -> bool:
     """Return whether kernels code these indices; there are few, so on a GPU its own operations are fast enough."""
     return ops.device.startswith("cpu") and ops.kind(x) is not None
 

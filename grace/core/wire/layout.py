@@ -529,7 +529,7 @@ class SumLayout:
             _check_payload(ops, self.specs[i], tensor_fields, payload, lengths, i)
         buffers: dict[str, Array] = {}
         for dtype, group in self.groups.items():
-            pieces = [_packed(ops, f, payloads[i][f.name]) for i, f in group]
+            pieces = [_pack(ops, f, payloads[i][f.name]) for i, f in group]
             if dtype == "float32" and self._flagged:
                 pieces.append(ops.numbers([flags[i] for i in self._flagged], "float32"))
                 digests = ops.cast(_digests(ops, stamp, size), "float32")
@@ -565,7 +565,7 @@ class SumLayout:
         return Received(payloads, flags, in_step)
 
 
-def _packed(ops: ArrayOps, field: Field, x: Array) -> Array:
+def _pack(ops: ArrayOps, field: Field, x: Array) -> Array:
     return pack_lanes(ops, x, int(field.length), field.lanes) if field.lanes else x
 
 

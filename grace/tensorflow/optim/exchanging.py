@@ -24,7 +24,7 @@ from grace.core.optim.moments import ONE_BIT, freeze_step_of
 from grace.core.plan.plan import early_warnings
 from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.optim.ruled import Ruled, work_dtype
-from grace.tensorflow.optimizer import Exchanges, OptimizerExchange, placed
+from grace.tensorflow.optimizer import Exchanges, OptimizerExchange, arrange
 
 
 class Momenta(OptimizerExchange):
@@ -127,7 +127,7 @@ class Exchanging(Exchanges, Ruled):
         if trainable_variables is None and not self.built:
             # Keras raises its error.
             super().apply(grads, trainable_variables)
-        variables = self._known(trainable_variables)
+        variables = self._variables_of_call(trainable_variables)
         if len(self._places(grads, variables)) != len(self._trainable_variables):
             raise StepError(
                 f"{self._where}: expected gradients of all {len(self._trainable_variables)} variables, received "
@@ -139,14 +139,14 @@ class Exchanging(Exchanges, Ruled):
             for g, v in zip(grads, variables, strict=True)
         ]
         # The first call contacts the other ranks. That must happen outside of conditional branches.
-        self.grace.filled([tf.zeros(spec.shape, spec.dtype) for spec in self.grace._specs])
+        self.grace.fill([tf.zeros(spec.shape, spec.dtype) for spec in self.grace._specs])
         super().apply(dense, variables)
 
     def _backend_update_step(
         self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
     ) -> None:
         places = self._places(grads, trainable_variables)
-        ordered = placed(grads, places, len(places))
+        ordered = arrange(grads, places, len(places))
         number = tf.cast(tf.convert_to_tensor(self.iterations), tf.int64) + 1
         gradients = [self._flat(i, gradient) for i, gradient in enumerate(ordered)]
         self._advance(gradients, tf.cast(learning_rate, tf.float64), number)
@@ -155,7 +155,7 @@ class Exchanging(Exchanges, Ruled):
     def _advance(self, gradients: list[tf.Tensor], lr: tf.Tensor, number: tf.Tensor) -> None:
         """Exchange, and update the weights, by the flat gradients of this rank."""
 
-    def _merged(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _merge(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the flat means over all ranks, by the method of the configuration."""
         specs = self.grace._specs
         merged = self.grace([tf.reshape(x, spec.shape) for x, spec in zip(sent, specs, strict=True)])

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from grace.core.optim import adam, lamb
-from grace.core.optim.moments import Freezing, horizon, settled, tell_frozen
+from grace.core.optim.moments import Freezing, horizon, is_settled, tell_frozen
 from grace.tensorflow.branches import always, never
 from grace.tensorflow.gradients import inside
 from grace.tensorflow.optim.exchanging import Exchanging
@@ -57,7 +57,7 @@ class OneBit(Exchanging):
                 self._rule_of(i).momentum(self._ops(i), self._flat(i), gradient, states[i])
                 for i, gradient in enumerate(gradients)
             ]
-            for i, merged in enumerate(self._merged(sent)):
+            for i, merged in enumerate(self._merge(sent)):
                 self._write(i, *self._rule_of(i).frozen_step(self._ops(i), self._flat(i), merged, states[i], lr, t))
 
         tf.cond((self._freeze_at >= 0) & (number > self._freeze_at), always(frozen), always(warm))
@@ -71,7 +71,7 @@ class OneBit(Exchanging):
             # Sums may differ in their last bits between machines, and all ranks must decide alike.
             (norm,) = self.grace.means([tf.reshape(norm, [1])], "settled", of_first=True)
             norm = tf.reshape(norm, [])
-            self._freeze_at.assign(tf.where(settled(self._norm, norm), number, self._freeze_at))
+            self._freeze_at.assign(tf.where(is_settled(self._norm, norm), number, self._freeze_at))
             self._norm.assign(norm)
 
         def freeze() -> None:

@@ -78,7 +78,7 @@ class ZeroOneAdam(Exchanging):
         def sync() -> None:
             sent = [self._rule_of(i).sent(self._ops(i), states[i], learnt) for i in numbers]
             share = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), rates)
-            for i, merged in enumerate(self._merged(sent)):
+            for i, merged in enumerate(self._merge(sent)):
                 rule, ops = self._rule_of(i), self._ops(i)
                 self._write(i, *rule.sync(ops, self._flat(i), merged, states[i], lr, share, learnt))
             self._rates.assign(tf.zeros([], tf.float64))

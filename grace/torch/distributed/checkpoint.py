@@ -65,7 +65,7 @@ class ExchangeState:
         """
         self._reader = None
         places = [name.removesuffix(f"/{_HEAD}") for name in state_dict if name.endswith(f"/{_HEAD}")]
-        states = [_nested(state_dict, place) for place in places]
+        states = [_nest(state_dict, place) for place in places]
         self._exchange.load_state_dict(states[0] if places == [self._place] else states)
 
     @property
@@ -120,7 +120,7 @@ def _with_arrays(x: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
     return {key: _with_arrays(value, arrays) for key, value in x.items()}
 
 
-def _nested(read: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:
+def _nest(read: Mapping[str, torch.Tensor], place: str) -> dict[str, Any]:
     """Return the state of an exchange from what was read of it."""
     try:
         state = _with_arrays(json.loads(bytes(read[f"{place}/{_HEAD}"].tolist())), read)

@@ -132,7 +132,7 @@ class ShardedExchange(ModelExchange):
         """Return the names of the parameters as they are now: `load_state_dict(assign=True)` replaces them."""
         return {tensor.sharded.sharded_param: name for name, tensor in self._tensors.items()}
 
-    def exchanged(self) -> list[torch.Tensor]:
+    def exchanged_parameters(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients it exchanges, as they are sharded now."""
         return [tensor.sharded.sharded_param for tensor in self._tensors.values()]
 
@@ -321,7 +321,7 @@ class _Reduction:
         return starts
 
     @contextmanager
-    def _reducing(self, length: int, rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    def _surround_reduction(self, length: int, rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Surround the exchange of rows, by their part, of `length` elements each; tell the advisor of it."""
         with self._exchange.attempt():
             if self._exchange.advisor is not None:
@@ -350,7 +350,7 @@ class _Reduction:
     def _dense(self) -> str:
         return f"step {self._step.number}, the dense gradients of module '{self._group.name}'"
 
-    def _unscaled(self, x: torch.Tensor) -> torch.Tensor:
+    def _unscale(self, x: torch.Tensor) -> torch.Tensor:
         """Return gradients without the loss scale, in the dtype of their specs; x is changed if it has it.
 
         Raises StepError if they are of another one, because the model was converted.
@@ -420,7 +420,7 @@ class GradientScatter(_Reduction):
             output_tensor.zero_()
             return None
         rows = dict(enumerate(input_tensor.view(self._run.transport.size, -1)))
-        with self._reducing(len(output_tensor), rows):
+        with self._surround_reduction(len(output_tensor), rows):
             if not self._step.plan.buckets:
                 # It counts the step.
                 self._finish({}, 1.0)
@@ -436,9 +436,9 @@ class GradientScatter(_Reduction):
                 f"module '{self._group.name}': expected a reduction to the mean or the sum, received {op}. With "
                 "set_gradient_divide_factor(), call set_force_sum_reduction_for_comms(True) on every FSDP module."
             )
-        data = self._unscaled(data)
+        data = self._unscale(data)
         rows, second = dict(enumerate(data.view(size, -1))), self._exchange.second(self._group.name)
-        others = {} if second is None else dict(enumerate(self._unscaled(second).view(size, -1)))
+        others = {} if second is None else dict(enumerate(self._unscale(second).view(size, -1)))
         merged = output if data.dtype == output.dtype else torch.zeros_like(output, dtype=data.dtype)
         self._exchange_rows(output, merged, rows, rank, 1.0 if op == dist.ReduceOp.AVG else float(size), others)
 
@@ -452,7 +452,7 @@ class ReplicaSum(_Reduction):
         if self._exchange.records(self._group.name, reduced):
             return
         mine = self._exchange.part[0]
-        with self._reducing(len(reduced), {mine: reduced}):
+        with self._surround_reduction(len(reduced), {mine: reduced}):
             if not self._group.params.all_reduce_grads:
                 raise StepError(
                     "set_requires_all_reduce(False) cannot be used with grace, which adds the gradients of the "
@@ -467,8 +467,8 @@ class ReplicaSum(_Reduction):
                 wait_for(work, reduced, self._run.transport, self._dense)
                 self._finish({}, 1.0)
                 return
-            merged, second = self._unscaled(reduced), self._exchange.second(self._group.name)
-            others = {} if second is None else {mine: self._unscaled(second)}
+            merged, second = self._unscale(reduced), self._exchange.second(self._group.name)
+            others = {} if second is None else {mine: self._unscale(second)}
             factor = float(self._run.transport.size) if total else 1.0
             self._exchange_rows(reduced, merged, {mine: merged}, mine, factor, others)
 

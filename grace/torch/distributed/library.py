@@ -104,14 +104,14 @@ class _Hooks:
         self._parameter_names, self._handles, self._missing = names, {}, dict.fromkeys(trained, 0)
         self.set_backward_passes_per_step(passes)
         for p in trained:
-            p.register_post_accumulate_grad_hook(weak_hook(self._passed))
+            p.register_post_accumulate_grad_hook(weak_hook(self._take_gradient))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes whose gradients are added before they are exchanged."""
         self.backward_passes_per_step = passes
         self._missing = dict.fromkeys(self._missing, passes)
 
-    def _passed(self, p: torch.nn.Parameter) -> None:
+    def _take_gradient(self, p: torch.nn.Parameter) -> None:
         """Take note of a gradient; start its exchange after the last backward pass of the step."""
         if not self._missing[p]:
             raise StepError(

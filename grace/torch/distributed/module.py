@@ -117,7 +117,7 @@ class ModuleExchange(ReplicatedExchange):
         refuse_sparse(name, gradient)
         if not missing:
             self.set_output(name, gradient)
-        gradient = self.loss_scale.unscaled(gradient)
+        gradient = self.loss_scale.unscale(gradient)
         self.run.current.ready(name, gradient, reference=self._references.of(p), unused=missing)
 
     def _end(self) -> None:

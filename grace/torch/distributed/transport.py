@@ -105,7 +105,7 @@ class ProcessGroupTransport(OrderedTransport):
                 host, port = told[:_HOST_BYTES].rstrip(b"\0").decode(), told[_HOST_BYTES:]
                 store = dist.TCPStore(host, int.from_bytes(port, "little"), is_master=False, timeout=limit)
         except Exception as error:
-            raise self._failed(error, lambda: what) from None
+            raise self._fail(error, lambda: what) from None
         return store
 
     def _connect(self, what: str) -> None:
@@ -124,7 +124,7 @@ class ProcessGroupTransport(OrderedTransport):
                 self._groups["cuda", 0] = dist.ProcessGroupNCCL(place, self.rank, self.size, limit)
         except Exception as error:
             self._groups = {}
-            raise self._failed(error, lambda: what) from None
+            raise self._fail(error, lambda: what) from None
         # What Gloo has not finished, with the end of the transport or of the process.
         self._works: list[Any] = []
         self._end = weakref.finalize(self, _free, self._groups, self._works)
@@ -302,7 +302,7 @@ class ProcessGroupTransport(OrderedTransport):
 
     # --- waits --------------------------------------------------------------------------------------------------------
 
-    def _failed(self, error: Exception, what: Callable[[], str]) -> Exception:
+    def _fail(self, error: Exception, what: Callable[[], str]) -> Exception:
         if not isinstance(error, GraceError):
             reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
             error = WaitError(
@@ -310,7 +310,7 @@ class ProcessGroupTransport(OrderedTransport):
                 "ended: correct it there, or let all ranks make the same calls."
             )
         self._disconnect()
-        return super()._failed(error, what)
+        return super()._fail(error, what)
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
         # Long before the first warning, which then knows of ranks that came a little later.
@@ -328,7 +328,7 @@ class ProcessGroupTransport(OrderedTransport):
             wait_until(look, what, rank=self.rank, size=self.size, timeout=self.timeout, others=others)
         except WaitError as error:
             # The others are told of it until this rank connects again.
-            raise self._failed(error, what) from None
+            raise self._fail(error, what) from None
         self._waits.clear()
 
 

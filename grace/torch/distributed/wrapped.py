@@ -133,7 +133,7 @@ class WrappedHook:
             found.append(_capture(bucket, tensors, getattr(options, "reduceOp", options)))
             return DeferredWork(found[0].future)
 
-        with self._replaced(take):
+        with self._intercept(take):
             future = self._hook(self._state, bucket)
         if not found:
             raise StepError("it starts no allreduce of a bucket's gradients.")
@@ -145,7 +145,7 @@ class WrappedHook:
         return future
 
     @contextlib.contextmanager
-    def _replaced(self, take: Callable[..., DeferredWork]) -> Iterator[None]:
+    def _intercept(self, take: Callable[..., DeferredWork]) -> Iterator[None]:
         """Pass the allreduces that this thread starts among the ranks of the model to `take`; refuse other collectives.
 
         Every way to start one in Python leads to these methods, whatever module has imported its function.

@@ -53,9 +53,9 @@ class Delegated(library.Delegated):
             p.grad = _without_rows(p, self._sparse_dims[name])
         if p.grad is not None and p.grad.is_sparse and not self._wrapped.sparse_as_dense:
             collective = self._wrapped._parameter_names[p]
-            return self._transport.delegated_rows(p.grad, name, self._wrapped.op, collective).wait, None
+            return self._transport.reduce_rows(p.grad, name, self._wrapped.op, collective).wait, None
         handle, context = self._horovod_start(p)
-        return self._transport.delegated(name, handle).wait, context
+        return self._transport.take_dense(name, handle).wait, context
 
     def _start_with_zeros(self, call: Mapping[str, Any]) -> None:
         """Start a reduction that other ranks have started and this one has not, with a gradient of zeros."""

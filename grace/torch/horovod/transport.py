@@ -135,12 +135,12 @@ class HorovodTransport(HandshakeTransport):
 
         return wait
 
-    def delegated(self, tensor: str, handle: int) -> Handle:
+    def take_dense(self, tensor: str, handle: int) -> Handle:
         """Return the handle of a dense gradient that Horovod's optimizer has passed to an allreduce."""
         key = f"the gradient of '{tensor}'"
         return self.started.note(key, {"delegated": tensor}, _Pending(handle, self._waiter(key)))
 
-    def delegated_rows(self, gradient: torch.Tensor, tensor: str, op: int, name: str) -> Handle:
+    def reduce_rows(self, gradient: torch.Tensor, tensor: str, op: int, name: str) -> Handle:
         """Reduce a sparse gradient as Horovod's optimizer does, by two allgathers."""
         # Another key than that of a dense one: `discard` must finish both if the ranks differ.
         key = f"the sparse gradient of '{tensor}'"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from grace.core.optim import adam, lamb
-from grace.core.optim.moments import Freezing, horizon, settled, tell_frozen
+from grace.core.optim.moments import Freezing, horizon, is_settled, tell_frozen
 from grace.torch.exchange import OPS
 from grace.torch.optim.exchanging import Exchanging
 from grace.torch.optim.ruled import flat
@@ -65,7 +65,7 @@ class OneBit(Exchanging):
             # Sums may differ in their last bits between machines, and all ranks must decide alike.
             norm = self.grace._gather([norm], "settled", f"{self._where}.step()")[0]
             for group in self.param_groups:
-                group["freeze_step"] = number if settled(first["norm"], norm) else None
+                group["freeze_step"] = number if is_settled(first["norm"], norm) else None
             for group in self.param_groups:
                 group["norm"] = norm
         if not self.frozen:

@@ -110,7 +110,7 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
             resumed = [same(again.step(rank, step), after[step]) for step in range(7, STEPS)]
     common = kept.optimizer.grace.common_weights()
     # In pairs, each rank has its own.
-    expected = sim.outers[rank].shaped(sim.outers[rank].state.anchors)
+    expected = sim.outers[rank].reshape(sim.outers[rank].state.anchors)
     return {
         "equal": equal,
         "resumed": resumed,

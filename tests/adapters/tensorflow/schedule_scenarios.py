@@ -161,7 +161,7 @@ def _learning_rates(communicator: Any) -> dict[str, Any]:
         apply()
     states, mine = optimizer.grace.run.stage.read(), tf.zeros(1200)
     for name, unit in optimizer.grace.plan.stateful.items():
-        if unit.kept_by(hvd.rank()):
+        if unit.is_kept_by(hvd.rank()):
             # The mean of all ranks follows. A residual of an owner is one of the mean already.
             residual = states[name]["memory"]["residual"] * (1 if unit.owners is None else hvd.size())
             (piece,) = unit.pieces

@@ -112,7 +112,7 @@ def test_variables_take_what_a_simulation_merges(options, steps, monkeypatch):
                 assert same(now[kind][key].numpy(), value), (name, kind, key)
     assert found
     # What the other rank owns is empty here.
-    owned = {name for name, unit in expected.plan.stateful.items() if not unit.kept_by(1)}
+    owned = {name for name, unit in expected.plan.stateful.items() if not unit.is_kept_by(1)}
     for name in owned:
         assert not any(x.numpy().any() for x in held[name]["memory"].values())
     before = {name: variable.numpy() for name, (*_, variable) in stages.states.items()}

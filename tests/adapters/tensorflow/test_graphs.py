@@ -279,13 +279,13 @@ def test_parted_replicas_of_ranks_at_other_steps_get_the_error_about_their_steps
 
     # The digests of a weight and a state, the steps of the process, and the step.
     equal, other = [7, 8, 5, 40], [9, 8, 5, 40]
-    assert replicas._explained(["w", "state"], 1, 0, np.array([equal, equal])) == b""
+    assert replicas._explain(["w", "state"], 1, 0, np.array([equal, equal])) == b""
     assert b"MismatchError: the weights or shared states of rank 1 and rank 0 differ before step 40, in 'w'" in (
-        replicas._explained(["w", "state"], 1, 1, np.array([equal, other]))
+        replicas._explain(["w", "state"], 1, 1, np.array([equal, other]))
     )
     for taken in (1, 5):
         told = np.array([[7, 8, taken, 40], [9, 8, taken, 38]])
-        assert replicas._explained(["w", "state"], 1, 1, told).startswith(
+        assert replicas._explain(["w", "state"], 1, 1, told).startswith(
             b"MismatchError: the ranks are not at the same step (seen by rank 1)"
         )
 

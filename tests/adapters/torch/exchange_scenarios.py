@@ -342,7 +342,7 @@ def hook_order() -> dict[str, Any]:
         weights = []
         for opposite in (False, True):
             model = make_net()
-            optimizer = wrap(model, {"compressor": name, **compressors.needed(name), "bucket_bytes": 0, **EVERYTHING})
+            optimizer = wrap(model, {"compressor": name, **compressors.required(name), "bucket_bytes": 0, **EVERYTHING})
             # Residuals have an effect from the second step on.
             for x, y in batches(3, my_rank()):
                 optimizer.zero_grad()
@@ -365,7 +365,7 @@ def unused_parameters() -> dict[str, Any]:
     results = {}
     for name in ("none", "topk", "qsgd", "powersgd", "randomk"):
         model = make_net()
-        optimizer = wrap(model, {"compressor": name, **compressors.needed(name), **EVERYTHING})
+        optimizer = wrap(model, {"compressor": name, **compressors.required(name), **EVERYTHING})
         before = digest(model.right.parameters())
         for i, (x, y) in enumerate(batches(4, my_rank())):
             optimizer.zero_grad()
@@ -461,7 +461,7 @@ def dtypes(rows: ROWS) -> dict[str, Any]:
         with torch.no_grad():
             # Next to larger weights, 16 bits round small changes away.
             model.weight.zero_()
-        optimizer = wrap(model, {"compressor": row["method"], **compressors.needed(row["method"])})
+        optimizer = wrap(model, {"compressor": row["method"], **compressors.required(row["method"])})
         # The second step uses the states of the first.
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + my_rank())

@@ -145,7 +145,7 @@ def _learning_rates(communicator: Any) -> dict[str, Any]:
         optimizer.load_state_dict(optimizer.state_dict())
     states, held = optimizer.grace.run.state_dict()["tensors"], {name: torch.zeros(1200) for name in parameters}
     for name, unit in optimizer.grace.plan.stateful.items():
-        if unit.kept_by(my_rank()):
+        if unit.is_kept_by(my_rank()):
             # The mean of all ranks follows. A residual of an owner is one of the mean already.
             residual = states[name]["memory"]["residual"] * (1 if unit.owners is None else world_size())
             (piece,) = unit.pieces

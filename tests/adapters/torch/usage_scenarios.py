@@ -130,7 +130,7 @@ def partly_loaded() -> dict[str, str]:
     results = {}
     for name in ("topk", "randomk", "powersgd"):
         model = make_net()
-        optimizer = wrap(model, {"compressor": name, **grace.compressors.needed(name), **EVERYTHING})
+        optimizer = wrap(model, {"compressor": name, **grace.compressors.required(name), **EVERYTHING})
         train(model, optimizer, 2)
         state = copy.deepcopy(optimizer.state_dict())
         # After four steps the ranks compare their replicas. The error must be about their steps all the same.
