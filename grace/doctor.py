@@ -204,7 +204,7 @@ class Doctor:
             self._say("plugin", "none")
 
     def _horovod(self, launched: dict[Pair, Ended], workers: concurrent.futures.Executor) -> None:
-        """Say how Horovod was built and which kernels TensorFlow has. The ranks have told it, if any were started."""
+        """Say how Horovod was built and which kernels TensorFlow has. The ranks, if started, have reported it."""
         facts: dict[str, dict[str, Any]] = {name: {} for name in self._frameworks}
         for pair, ended in launched.items():
             facts[pair.framework].update(ended.facts)
@@ -277,7 +277,7 @@ class Doctor:
                 print(f"2-rank allreduce, {what}: FAILED, {end}\n{_indented(output)}", flush=True)
                 self._problems.append(f"the 2-rank allreduce failed ({what}): see its output above")
         for framework in self._frameworks:
-            # What is missing was told, if it matters.
+            # What is missing was reported, if it matters.
             without = not installed("horovod") and (framework != "torch" or self._launcher in CONTROLLERS)
             if without or framework in self._broken or (self._launcher and self._launcher not in found):
                 continue
@@ -334,7 +334,7 @@ def _program(framework: str) -> str:
 
 
 def _facts(output: str) -> dict[str, Any]:
-    """Return what a child has told. Lines of several ranks may be mixed up, but each of them says the same."""
+    """Return what a child has reported. Lines of several ranks may be mixed up, but each of them says the same."""
     facts: dict[str, Any] = {}
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)

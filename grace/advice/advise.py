@@ -373,10 +373,10 @@ def has_nodes(exchange: Exchange) -> bool:
 
 
 def _local_size(exchange: Exchange) -> int:
-    """Return the number of ranks on a node, as hierarchical was told it or as the launcher says; 0 if unknown."""
+    """Return the number of ranks on a node, as hierarchical or the launcher says; 0 if unknown."""
     used = (item.communicator for item in exchange.plan.exchanged)
-    told = (each.ranks_per_node(exchange.ranks) for each in used if isinstance(each, Hierarchical))
-    return next(told, exchange.ranks.local_size)
+    sizes = (each.ranks_per_node(exchange.ranks) for each in used if isinstance(each, Hierarchical))
+    return next(sizes, exchange.ranks.local_size)
 
 
 def advise(exchange: Exchange, steps: int) -> Advice | None:

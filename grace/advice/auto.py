@@ -49,7 +49,7 @@ class Auto(Watch):
         self._on_trial = self._again = False
         self._reference, self._looks, self._patience = 0.0, 0, _LOOKS
         self._why, self._since = "the first steps are measured", 0
-        # What the user was told last.
+        # The last message to the user.
         self._told: str | None = None
 
     def stats(self) -> dict[str, Any]:

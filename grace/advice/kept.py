@@ -106,8 +106,8 @@ def ago(seconds: float) -> str:
 
 
 def _folder() -> Path:
-    if told := os.environ.get(VARIABLE):
-        return Path(told)
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder)
     home = os.path.expanduser("~")
     # In a container, the user may have no home.
     usual = tempfile.gettempdir() if home == "~" else os.path.join(home, ".cache")

@@ -94,7 +94,7 @@ class Watch:
             self._samples[name] = ops.cast(ops.copy(flat[: _cut(spec).numel]), spec.dtype)
 
     def resume(self) -> None:
-        """Note that the backward pass goes on, which has waited since it was last told of a gradient."""
+        """Note that the backward pass goes on, which has waited since the last gradient that was noted."""
         self.waits = True
         self._waited += time.perf_counter() - self._last
 

@@ -223,8 +223,8 @@ def run_what_if(args: argparse.Namespace) -> int:
     from grace.bench.frameworks import set_threads, set_up
 
     # The model of a user has the threads of its training, and codecs have one.
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    threads = int(told) if told.isdigit() and int(told) else len(os.sched_getaffinity(0))
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = int(value) if value.isdigit() and int(value) else len(os.sched_getaffinity(0))
     set_threads(1)
     import_own(args.modules)
     given = parse_variants(args.compressors or COMPRESSORS + BY_NODES * bool(args.nodes))
@@ -498,7 +498,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
     """Return the answer as an object for JSON; times in seconds, bandwidths in bytes per second."""
     machine = answer.machine
 
-    def told(found: Prediction) -> dict[str, float]:
+    def fields_of(found: Prediction) -> dict[str, float]:
         low, high = ACCURACY.band(found.seconds)
         derived = {"exposed": found.exposed, "utilisation": found.utilisation, "low": low, "high": high}
         return {**dataclasses.asdict(found), **derived}
@@ -519,7 +519,7 @@ def to_dict(answer: Answer) -> dict[str, Any]:
                 "method": row.label,
                 "speedup": answer.speedup(row),
                 "speedup_band": band_of_speedup(answer.speedup(row)),
-                **told(row.prediction),
+                **fields_of(row.prediction),
                 "error": row.error,
                 "risk": RISKS[row.risk.grade],
                 "reason": row.risk.reason,
@@ -529,7 +529,8 @@ def to_dict(answer: Answer) -> dict[str, Any]:
             for row in answer.rows
         ],
         "by_ranks": {
-            str(n): {label: told(found) for label, found in methods.items()} for n, methods in answer.by_ranks.items()
+            str(n): {label: fields_of(found) for label, found in methods.items()}
+            for n, methods in answer.by_ranks.items()
         },
         "accuracy": ACCURACY._asdict(),
         "accuracy_without_calibration": WHAT_IF._asdict(),

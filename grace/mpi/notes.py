@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 # The errors of other ranks contain notes. Longer ones might have to wait for their receivers.
 _NOTE_BYTES = 300
-# The error that ends this process, and what its other ranks are told by.
+# The error that ends this process, and what informs the other ranks of it.
 _ending: list[str] = []
 _open: set[Notes] = set()
 # Notes under way, whose buffers MPI reads.

@@ -88,7 +88,7 @@ class Cell:
 
         The configuration is complete, and `communicator` is what `auto` takes for an example: both change with grace.
         `own` tells the source files of a method from outside grace, which change as it is written. Data of a folder are
-        told by their size. Raises ConfigError if files of them lack.
+        recognized by their size. Raises ConfigError if files of them lack.
         """
         task, made, data = find_task(self.task), self.method.made, BUILT_IN
         if self.data:

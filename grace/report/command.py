@@ -39,9 +39,9 @@ def add_report(commands: Any) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="few methods and short runs: 15 minutes on two cores")
     names = add("--tasks", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)} (default: all)")
-    told = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; "
-    told += "none, bf16 and fp16 always take part (default: as in the study)"
-    methods = add("--methods", nargs="+", metavar="NAME", help=told)
+    help_text = "labels of the study, or compressors with options, such as qsgd:quantum_num=7; "
+    help_text += "none, bf16 and fp16 always take part (default: as in the study)"
+    methods = add("--methods", nargs="+", metavar="NAME", help=help_text)
     sets = ", ".join(f"{name} for {task}" for task, name in DATA_SETS.items())
     add("--data", type=Path, metavar="FOLDER", help=f"train these tasks on data sets of a folder: {sets}")
     add("--seeds", nargs="+", type=int, metavar="N", help="seeds of weights and data (default: as in the study)")

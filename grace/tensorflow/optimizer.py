@@ -300,7 +300,7 @@ class OptimizerExchange(Exchange):
         """Tell the user on rank 0 what is sent, and later what network would suffice."""
         super().announce(stages, step)
         if self.outer is not None:
-            self.outer.record.tells = self._logs
+            self.outer.record.logs_need = self._logs
 
     def common_weights(self) -> dict[str, tf.Tensor]:
         """Return copies of the weights that all ranks have in common; see `grace.core.session.exchange.Exchange`."""

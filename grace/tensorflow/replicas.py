@@ -105,13 +105,13 @@ def _digests(names: list[str], *arrays: np.ndarray[Any, Any]) -> np.ndarray[Any,
 def _explain(names: list[str], weights: int, rank: int, everyone: np.ndarray[Any, Any]) -> bytes:
     """Return the text of the error.
 
-    Every rank tells the digests of `names`, the first `weights` of which are weights, its steps in this process, and
+    Every rank sends the digests of `names`, the first `weights` of which are weights, its steps in this process, and
     its step.
     """
-    told = everyone.reshape(-1, len(names) + 2)
-    taken = int(told[rank, -2])
-    steps = [int(step) for step in told[:, -1]]
-    ranks = [dict(zip(names, map(int, mine[:-2]), strict=True)) for mine in told]
+    rows = everyone.reshape(-1, len(names) + 2)
+    taken = int(rows[rank, -2])
+    steps = [int(step) for step in rows[:, -1]]
+    ranks = [dict(zip(names, map(int, mine[:-2]), strict=True)) for mine in rows]
     try:
         check_same_step(steps, rank)
         if taken == 1:

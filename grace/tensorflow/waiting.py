@@ -47,8 +47,8 @@ def gather(process_set: Any, purpose: str, what: str, timeout: float = TIMEOUT) 
                 received.set_exception(error)
 
         threading.Thread(target=run, name=name, daemon=True).start()
-        told = f"{what} (collective '{name}')"
-        wait_until(received.done, lambda: told, rank=rank, size=size, timeout=timeout)
+        text = f"{what} (collective '{name}')"
+        wait_until(received.done, lambda: text, rank=rank, size=size, timeout=timeout)
         return received.result()
 
     return lambda mine: gather_objects(mine, size, joined)
@@ -72,7 +72,7 @@ class Watch:
 
     The graph notes the steps that it begins and ends, and a thread reads these notes. A step waits if it has begun and
     not ended, and if the same call of TensorFlow has been running since. After an error in a step, no such call runs.
-    `what` tells what a step exchanges.
+    `what` says what a step exchanges.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, what: Callable[[], str]) -> None:

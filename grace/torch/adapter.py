@@ -70,7 +70,7 @@ class OptimizerAdapter(ABC):
             method = getattr(self, name)
             setattr(optimizer, name, method)
             # Lightning's wrapper has a class derived from this one. It would find other methods there, which act on the
-            # wrapper instead of this optimizer, and zero_grad() would call itself for ever.
+            # wrapper instead of this optimizer, and zero_grad() would call itself forever.
             setattr(type(optimizer), name, _forward(method))
 
         def step(_: Any, closure: Any = None) -> Any:
@@ -175,7 +175,7 @@ class GradientAdapter(OptimizerAdapter):
     def _hand_over(self, p: torch.nn.Parameter) -> Any:
         name = self.names[p]
         if not p.requires_grad:
-            # Frozen in mid-run. It takes part with zeros, but neither its residual nor its weight may move.
+            # Frozen during the run. It takes part with zeros, but neither its residual nor its weight may move.
             self.gradients_of_frozen[p] = p.grad
             p.grad = torch.zeros_like(p)
         resolve_signs(p)

@@ -124,7 +124,7 @@ class Exchange(core.Exchange):
         for outer in self.outers:
             outer.drain()
         with self._all_or_nothing():
-            told = "" if saved is None else self._load(self.run, self.rank, saved)[1]
+            notice = "" if saved is None else self._load(self.run, self.rank, saved)[1]
             try:
                 load_plain()
             except Exception as error:
@@ -138,8 +138,8 @@ class Exchange(core.Exchange):
             self.run.reset()
             self.earlier = None
             self._forget_earlier()
-        if told:
-            self._warn(told)
+        if notice:
+            self._warn(notice)
 
     def begin_step(self) -> None:
         """Begin a step, at its first gradient: start to compare the ranks, and keep the states to return to."""

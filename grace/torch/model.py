@@ -53,7 +53,7 @@ class ModelExchange(Exchange, ABC):
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure that computes gradients, at earlier weights as well if a memory needs second gradients.
 
-        Gradients at earlier weights stay on this rank, and those of now are exchanged as ever. Both draw the same
+        Gradients at earlier weights stay on this rank, and those of now are exchanged as usual. Both draw the same
         random numbers. Call it in place of the forward and the backward pass: of all data if `full_round` is true, else
         of a batch, which stays the same when the closure is called twice. Of several backward passes, all but the last
         belong into `no_sync()`. Returns what the closure returns at the weights of now.

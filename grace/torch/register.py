@@ -48,8 +48,8 @@ def register(
     reduces within each replica, and the ranks that hold the same part exchange it by any method.
 
     With `optimizer`, the ranks of `process_group` (all of them without it) step on their own, and exchange what the
-    weights have moved, as the option `outer` says. The model may then be any module. In DDP or FSDP2 it trains within
-    a site as ever, and the group has the ranks that hold the same weights, one of each site.
+    weights have moved, as the option `outer` says. The model may then be any module. In DDP or FSDP2 it trains within a
+    site as usual, and the group has the ranks that hold the same weights, one of each site.
 
     Returns the exchange of the model. An error of the exchange is raised by `backward()`. Raises TypeError for what is
     no model, ConfigError for several models in DDP or FSDP2 and for a model or arguments that are not supported, and

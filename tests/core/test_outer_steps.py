@@ -1114,7 +1114,7 @@ def test_the_log_says_once_what_network_would_suffice(caplog):
     with caplog.at_level("INFO", logger="grace"):
         training.step(8)
         assert not caplog.records, "a simulation sends nothing"
-        training.sim.outers[0].record.tells = True
+        training.sim.outers[0].record.logs_need = True
         training.step(8)
     (record,) = caplog.records
     assert re.fullmatch(

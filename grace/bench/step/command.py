@@ -73,9 +73,9 @@ def add_step(commands: Any) -> None:
         "(DistributedOptimizer over torch.distributed), torch-one-bit-adam (OneBitAdam after its warm-up), "
         "torch-fsdp (register with FSDP2), torch-fsdp-zero2 (the same with reshard_after_forward=False), horovod "
         "(DistributedOptimizer over Horovod); the first one decides which baseline is compared with "
+        "(default: torch; with TensorFlow horovod)"
     )
-    told = f"{launchers}(default: torch; with TensorFlow horovod)"
-    launcher = add("--launcher", nargs="+", metavar="NAME", help=told)
+    launcher = add("--launcher", nargs="+", metavar="NAME", help=launchers)
     framework = add("--framework", help="torch or tensorflow (default: the first that is installed)")
     for action, words in (
         (model, NAMES),
@@ -110,8 +110,8 @@ def add_network(parser: argparse.ArgumentParser, default: str | None = "1gbit") 
         "nodes with R ranks each in place of --ranks, such as 2x4; a node's ranks share its link, and have no limit "
     )
     add("--nodes", metavar="NxR", help=f"{nodes}among each other")
-    told = "" if default is None else f" (default: {default})"
-    link = add("--link", default=default, help=f"{', '.join(LINKS)}, or another rate such as 300mbit{told}")
+    shown = "" if default is None else f" (default: {default})"
+    link = add("--link", default=default, help=f"{', '.join(LINKS)}, or another rate such as 300mbit{shown}")
     completed_by(link, lambda _: LINKS)
     add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
 

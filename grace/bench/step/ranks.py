@@ -229,7 +229,7 @@ def ending_with_this(cores: Collection[int] = ()) -> Callable[[], None]:
     parent = os.getpid()
 
     def prepare() -> None:
-        # A stopped process would otherwise stay for ever if this one is killed.
+        # A stopped process would otherwise stay forever if this one is killed.
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)

@@ -51,7 +51,7 @@ def from_partner(ops: ArrayOps, received: Array, x: Array, partner: Any) -> Arra
 
 @dataclass(frozen=True)
 class Pairs(Communicator):
-    r"""Mean of the payloads of a pair of ranks, which all ranks draw anew for each step.
+    r"""Mean of the payloads of a pair of ranks, which all ranks draw again for each step.
 
     Formula: g_i = (x_i + x_j) / 2, \quad \{i, j\} \;\text{drawn from seed and step}
 

@@ -79,7 +79,7 @@ def trains_badly_with_adam(compressor: Compressor) -> bool:
 def warn_of_pairs(config: Config, optimizer: Optimizer, before: Config | None = None) -> None:
     """Issue a GraceWarning for each method of a configuration that is known to train badly with an optimizer.
 
-    What holds for the configuration `before`, too, has been told.
+    A warning that holds for the configuration `before`, too, is not repeated.
     """
     known = () if before is None else _poor_pairs(before, optimizer)
     for text in _poor_pairs(config, optimizer):

@@ -203,7 +203,7 @@ class Registry(Generic[T]):
         return self.make({**needed, **options, "name": name})
 
     def ready(self) -> Iterator[tuple[str, T]]:
-        """Yield the name and the example of every component that can be built without being told options."""
+        """Yield the name and the example of every component that can be built without options."""
         for name in self:
             needed = self.required(name)
             fields = dataclasses.fields(self.get(name))  # type: ignore[arg-type]

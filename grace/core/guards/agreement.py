@@ -78,7 +78,7 @@ def agree(
 class Handshake:
     """The point at which the ranks compare what they are about to do; a context.
 
-    Its body prepares, and fills `local`, the description of this rank. An error in it is told to the other ranks, which
+    Its body prepares, and fills `local`, the description of this rank. An error in it is sent to the other ranks, which
     would wait otherwise. The body ends with `agree` and its errors; afterwards `everyone` has all descriptions.
     """
 

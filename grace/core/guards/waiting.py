@@ -36,7 +36,7 @@ def wait_until(
         return
     pause = pause or _sleep
     waited, last = 0.0, time.monotonic()
-    tell = min(WARN_SECONDS, timeout / 2)
+    warn_at = min(WARN_SECONDS, timeout / 2)
     while not done():
         now = time.monotonic()
         waited, last = waited + min(now - last, _LOOK_SECONDS), now
@@ -46,8 +46,8 @@ def wait_until(
                 f"'timeout' = {timeout:g} s: look for the rank that failed, ended, took another number of steps or "
                 f"waits for something else. If it is only slow, set a larger 'timeout'. {others()}".rstrip()
             )
-        if waited >= tell:
-            tell *= 2
+        if waited >= warn_at:
+            warn_at *= 2
             text = f"{_waiting_text(rank, size, waited, what())}, and ends at 'timeout' = {timeout:g} s. {others()}"
             logger().warning("%s", text.rstrip())
         pause(waited)

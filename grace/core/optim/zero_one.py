@@ -1,4 +1,4 @@
-"""0/1 Adam: Adam whose ranks exchange momenta of one bit from the start, and later only now and then."""
+"""0/1 Adam: Adam whose ranks exchange momenta of one bit from the start, and later only in some steps."""
 
 from __future__ import annotations
 

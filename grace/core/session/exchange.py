@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """The plan, the statistics and the state of an exchange, and their changes in mid-run; the base of every adapter.
+    """The plan, statistics and state of an exchange, and their changes during the run; the base of every adapter.
 
     `runs` are those of the ranks in this process: one, more in a simulation, none while the tensors are unknown. All
     of them have the plan of `config`. `ops(device)` returns the array operations, and `delegate` says what the adapter
@@ -97,7 +97,7 @@ class Exchange:
 
             self.advisor = Launched(self)
 
-    # --- what lies below: an adapter may have its own ways ----------------------------------------------------------
+    # --- what an adapter may override -------------------------------------------------------------------------------
 
     def local_step(self, unit: Unit, ops: ArrayOps, ranks: int) -> LocalStep:
         """Return the local step of a unit on so many ranks, to time it."""
@@ -195,7 +195,7 @@ class Exchange:
             warn((text for _, plan in stages for text in plan.warnings), self.warned)
             announce(stages, self.size, f"{self.called}.report()", step, self.config.outer)
             for outer in self.outers:
-                outer.record.tells = True
+                outer.record.logs_need = True
 
     # --- what users call --------------------------------------------------------------------------------------------
 
@@ -233,8 +233,8 @@ class Exchange:
 
     def _with_auto(self, stats: dict[str, Any]) -> dict[str, Any]:
         """Return statistics with those of the compressor "auto"."""
-        told = {} if self.advisor is None else self.advisor.stats()
-        return {**stats, "auto": told} if told else stats
+        advice = {} if self.advisor is None else self.advisor.stats()
+        return {**stats, "auto": advice} if advice else stats
 
     def scalars(self) -> dict[str, float]:
         """Return the main numbers of `stats` by name, for TensorBoard, Weights & Biases and other loggers.
@@ -422,7 +422,7 @@ class Exchange:
         return exact
 
     def _load(self, run: Run, rank: int, state: Any) -> tuple[bool, str]:
-        """Load a state, or those of all ranks; return whether the run continues exactly, and what the user is told.
+        """Load a state, or those of all ranks; return whether the run continues exactly, and a notice for the user.
 
         The caller warns at the end, because a warning may be an error. Nothing may be on its way: outer steps are
         drained.

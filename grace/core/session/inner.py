@@ -35,7 +35,7 @@ class InnerOptimizer(Protocol):
         """Return the learning rates by name."""
 
     def frozen_names(self) -> Collection[str]:
-        """Return the names of what was frozen in mid-run: it keeps its weight and its residual."""
+        """Return the names of what was frozen during the run: it keeps its weight and its residual."""
 
     def states(self, name: str) -> Mapping[str, Array]:
         """Return what the optimizer keeps of a parameter, by key; nothing before its first step."""

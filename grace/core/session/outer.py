@@ -126,7 +126,7 @@ class OuterRun:
         # of it, and then the share of those that do.
         self._asked: Handle | None = None
         self._share = 1.0
-        #: What `stats` tells.
+        #: What `stats` reports.
         self.record = Record(outer)
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -545,8 +545,8 @@ class OuterRun:
             factors = self._factors(pending.sent, self.state.rounds, settled=pending.settled)
         elif self._asked is None:
             own = [float(pending.takes_part and rank == transport.rank) for rank in range(transport.size)]
-            told = self._ops(self._weights[0]).numbers(own, "float32")
-            self._asked = transport.start(allreduce(told), "who contributes to a sync")
+            own_factor = self._ops(self._weights[0]).numbers(own, "float32")
+            self._asked = transport.start(allreduce(own_factor), "who contributes to a sync")
             return
         else:
             factors = [float(x) for x in self._asked.wait()]
@@ -749,7 +749,7 @@ class OuterRun:
             )
         parts = shares(self._run.transport.rank, self._run.transport.size, len(states))
         each = [(self.load(states[rank], convert), weight) for rank, weight in parts]
-        # Control variates add up to zero over the ranks of before only.
+        # Control variates add up to zero over the earlier ranks only.
         first = each[0][0]._replace(variates=self._no_variates())
         if first.pending is None:
             return first

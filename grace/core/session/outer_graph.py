@@ -98,7 +98,7 @@ class GraphOuter:
         noise: Callable[[int, str], Array] | None = None,
     ) -> None:
         self.outer, self._specs, self._weights, self._states = outer, specs, weights, states
-        #: What `stats` tells.
+        #: What `stats` reports.
         self.record = Record(outer)
         self._resets, self._of, self._noise, self._ops = resets, ops, noise, ops(specs[0].device)
         places = {spec.name: i for i, spec in enumerate(specs)}
@@ -406,8 +406,8 @@ class GraphOuter:
         self._tell(self._note_relevance, share, decides)
         sends = self._ops.cast(~decides | (share >= self.outer.relevance), "float32")
         zero = self._ops.zeros(1, "float32")
-        told = [self._ops.reshape(sends, (1,)) if rank == exchange.rank else zero for rank in range(exchange.size)]
-        (mean,) = exchange.means([self._ops.concat(told)], "senders")
+        own = [self._ops.reshape(sends, (1,)) if rank == exchange.rank else zero for rank in range(exchange.size)]
+        (mean,) = exchange.means([self._ops.concat(own)], "senders")
         return [self._ops.cast(mean[rank] > 0, "float64") for rank in range(exchange.size)]
 
     def _note_relevance(self, share: float, decides: bool) -> None:

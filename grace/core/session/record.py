@@ -1,4 +1,4 @@
-"""`Record`: what statistics tell of the outer steps of this process, which no checkpoint keeps."""
+"""`Record`: the statistics of the outer steps of this process, which no checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grace.core.session.occupied import Occupied
 class Record:
     """Inner steps and syncs of this process: their bytes and times, and how far this rank was from the others."""
 
-    #: True until the user has been told what network would suffice, on the rank that tells.
-    tells = False
+    #: True on the rank that logs, until it has logged what network would suffice.
+    logs_need = False
     #: The mean of the losses that this rank has noted in the last period.
     loss: float | None = None
     #: The share of the signs that were those of the last change, at the last sync.
@@ -40,8 +40,8 @@ class Record:
         self._sent += sent
         self.occupied.note_sync(link_bytes)
         used, needed = self.occupied.utilisation, self._needed_bandwidth(step)
-        if self.tells and used is not None and needed and step > self._outer.warmup:
-            self.tells = False
+        if self.logs_need and used is not None and needed and step > self._outer.warmup:
+            self.logs_need = False
             tell_need(self.occupied.seconds, used, needed)
 
     def note_spread(self, own: float, mean: float, both: float) -> None:

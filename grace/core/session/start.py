@@ -202,7 +202,7 @@ def describe(
 
 
 def check_auto(config: Config, where: str, possible: bool) -> None:
-    """Raise ConfigError for the compressor "auto" in a front end that cannot change its method in mid-run."""
+    """Raise ConfigError for the compressor "auto" in a front end that cannot change its method during the run."""
     if config.auto and not possible:
         raise ConfigError(
             f"{where}: the compressor 'auto' measures steps and changes the method between them, which is not possible "

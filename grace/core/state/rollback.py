@@ -66,7 +66,7 @@ class Rollback:
         try:
             steps = self._drop(self._run.step if self.before is None else step_of(self.before))
         except Exception:
-            # What this rank has told others must stay true until they come.
+            # What this rank has announced to others must stay true until they come.
             self.fail()
             raise
         if self.before is None:

@@ -34,7 +34,7 @@ class BucketStep:
     nothing, and it sends no more than a header over routes that call `encode` and `decode`.
 
     `advance` runs the rounds over a transport, until they are `received`. A route that has another one inside runs the
-    rounds of that one by `run`. `observe` is told the moments "proposed" and "negotiated", "compressed" and "handed"
+    rounds of that one by `run`. `observe` receives the moments "proposed" and "negotiated", "compressed" and "handed"
     (to the transport), and for each further round "waiting" and "arrived".
     """
 
@@ -107,7 +107,7 @@ class BucketStep:
         return layout.decode(self.ops, data, len(ranks), self.stamp, absent, nothing)
 
     def lengths(self, layouts: Sequence[GatherLayout]) -> list[list[int]] | None:
-        """Return the lengths of what each rank sends by layouts of fixed length; None if nobody knows them now."""
+        """Return the lengths of what each rank sends by layouts of fixed length; None if they are not known now."""
         known = self.absent and all(isinstance(gone, bool) for gone in self.absent)
         if not known or not all(layout.fixed for layout in layouts):
             return None

@@ -117,7 +117,7 @@ class Step:
         """Take a finished gradient, which is only read, and the step's learning rate if memories need it.
 
         `reference` is the gradient of the same batch at other weights, if the memory needs it, except in a full round.
-        With `unused` it is zeros, since this rank has none; `finish` must then be told if no other rank has one either.
+        With `unused` it is zeros, since this rank has none; `finish` must then know if no other rank has one either.
         Raises StepError for a wrong name, shape, dtype or order, or if the learning rate or the second gradient is
         missing.
         """

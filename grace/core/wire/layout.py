@@ -292,7 +292,7 @@ class GatherLayout:
 
         `absent` has a condition for each of them: where it holds, the buffer is a header, and its contents are those of
         the buffer `nothing`. Raises PayloadError, with the rank whose buffer it is, for a buffer that is damaged in a
-        way that can be told.
+        way that can be recognized.
         """
         rows = decode_rows(ops, data, [self] * size, stamp, absent, nothing)
         return Received(
@@ -433,7 +433,7 @@ def decode_rows(
     """Return the contents of buffers in a row, or in a list; one per rank, each of its own layout.
 
     `absent` and `nothing` are as for `GatherLayout.decode`. Raises PayloadError, with the rank whose buffer it is, for
-    a buffer that is damaged in a way that can be told.
+    a buffer that is damaged in a way that can be recognized.
     """
     rows, base, mine = [], 0, ops.full(1, stamp & _INT32, "int32")
     ends: list[tuple[int, Array, Any]] = []

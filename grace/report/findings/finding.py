@@ -125,7 +125,7 @@ class Decided(NamedTuple):
     equal: list[str]
     used: list[Case]
 
-    def told(self, better: str, worse: str) -> str:
+    def count_pairs(self, better: str, worse: str) -> str:
         """Return how many pairs there are of each kind, and on which tasks."""
         counts = [
             f"{name}: {len(found)}" + (f" ({', '.join(dict.fromkeys(found))})" if found else "")

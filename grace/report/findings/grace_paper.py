@@ -200,7 +200,7 @@ def _feedback(section: str, says: str, which: Callable[[Case], bool], what: str,
     def _(pairs: Sequence[tuple[Case, Case]]) -> Outcome | None:
         found = decide(pairs)
         most = found.most(found.better if gains else found.worse)
-        text = f"pairs in which feedback {found.told('gains', 'harms')}"
+        text = f"pairs in which feedback {found.count_pairs('gains', 'harms')}"
         return Outcome(most, text, found.used) if found.used else None
 
 

@@ -90,9 +90,8 @@ def _(pairs: list[Pair]) -> Outcome | None:
     found = decide(pairs)
     if not found.used:
         return None
-    text = (
-        f"pairs whose bytes differ by less than {percent(EQUAL - 1)} in which it ends {found.told('better', 'worse')}"
-    )
+    counts = found.count_pairs("better", "worse")
+    text = f"pairs whose bytes differ by less than {percent(EQUAL - 1)} in which it ends {counts}"
     return Outcome(found.most(found.better), text, found.used)
 
 

@@ -17,7 +17,7 @@ from grace.tensorflow.optim.exchanging import Exchanging
 
 @keras.saving.register_keras_serializable("grace")
 class ZeroOneAdam(Exchanging):
-    """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only now and then.
+    """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only in some steps.
 
     It is `grace.torch.optim.ZeroOneAdam` for Keras, whose documentation has `every`, `var_update_scaler` and
     `freeze_step`. The exchange and the other arguments are those of `OneBitAdam`. Between two syncs, the weights of the

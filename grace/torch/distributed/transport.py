@@ -95,14 +95,14 @@ class ProcessGroupTransport(OrderedTransport):
         try:
             if self.rank == 0:
                 store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False, timeout=limit)
-                told = store.host.encode().ljust(_HOST_BYTES, b"\0") + store.port.to_bytes(_PORT_BYTES, "little")
-                address = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+                packed = store.host.encode().ljust(_HOST_BYTES, b"\0") + store.port.to_bytes(_PORT_BYTES, "little")
+                address = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
             work = dist.broadcast(address, root, group=group, async_op=True)
             wait_until(work.is_completed, lambda: what, rank=self.rank, size=self.size, timeout=self.timeout)
             work.wait()
             if store is None:
-                told = bytes(address.tolist())
-                host, port = told[:_HOST_BYTES].rstrip(b"\0").decode(), told[_HOST_BYTES:]
+                packed = bytes(address.tolist())
+                host, port = packed[:_HOST_BYTES].rstrip(b"\0").decode(), packed[_HOST_BYTES:]
                 store = dist.TCPStore(host, int.from_bytes(port, "little"), is_master=False, timeout=limit)
         except Exception as error:
             raise self._fail(error, lambda: what) from None
@@ -314,20 +314,20 @@ class ProcessGroupTransport(OrderedTransport):
 
     def _until(self, step: Callable[[], bool], what: Callable[[], str]) -> None:
         # Long before the first warning, which then knows of ranks that came a little later.
-        tell, told = time.monotonic() + min(WARN_SECONDS, self.timeout / 2) / 5, False
+        report_at, reported = time.monotonic() + min(WARN_SECONDS, self.timeout / 2) / 5, False
 
         def look() -> bool:
-            nonlocal told
-            if not told and time.monotonic() >= tell:
-                told = True
-                self._waits.tell(what())
+            nonlocal reported
+            if not reported and time.monotonic() >= report_at:
+                reported = True
+                self._waits.report(what())
             return step()
 
         others = self._waits.of_others
         try:
             wait_until(look, what, rank=self.rank, size=self.size, timeout=self.timeout, others=others)
         except WaitError as error:
-            # The others are told of it until this rank connects again.
+            # The others see it until this rank connects again.
             raise self._fail(error, what) from None
         self._waits.clear()
 

@@ -1,4 +1,4 @@
-"""The waits that the ranks of a group tell each other in their store."""
+"""The waits that the ranks of a group report to each other in their store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_RANKS = 256
 
 
 class Waits:
-    """Place in a store where ranks that wait long tell for what.
+    """Entries of a store where ranks that wait long report for what.
 
     It is common to all transports of the group, so a rank that waits at another one is seen to wait. The store blocks
     other calls while it does not answer, so it is asked in a thread, and only while no other question is open.
@@ -22,17 +22,17 @@ class Waits:
 
     def __init__(self, store: Any, group: str, rank: int, size: int) -> None:
         self._store, self._rank = store, rank
-        self._places = [f"grace/{group}/wait of rank {i}" for i in range(size if size <= _MOST_RANKS else 0)]
+        self._keys = [f"grace/{group}/wait of rank {i}" for i in range(size if size <= _MOST_RANKS else 0)]
         self._mine = ""
         self._thread: threading.Thread | None = None
 
-    def tell(self, text: str) -> None:
-        """Tell what this rank waits for. It stays there until `clear`, also if the rank gives up."""
+    def report(self, text: str) -> None:
+        """Report what this rank waits for. It stays there until `clear`, also if the rank gives up."""
         self._mine = text
         self._set(text)
 
     def clear(self) -> None:
-        """Tell that this rank waits no more, if it has told a wait. If the store does not answer, call it again."""
+        """Report the end of a wait, if one was reported. If the store does not answer, call it again."""
         if self._mine and self._set(""):
             self._mine = ""
 
@@ -42,14 +42,14 @@ class Waits:
 
     def _set(self, text: str) -> bool:
         """Return whether the store has the text now."""
-        return bool(self._ask(lambda: self._store.set(self._places[self._rank], text) is None))
+        return bool(self._ask(lambda: self._store.set(self._keys[self._rank], text) is None))
 
     def _sentence(self) -> str:
         found: dict[str, list[str]] = {}
-        for rank, place in enumerate(self._places):
+        for rank, key in enumerate(self._keys):
             if rank != self._rank:
-                # It returns what is there. `get` would wait for a rank that has told nothing.
-                found.setdefault(self._store.compare_set(place, "", "").decode(), []).append(str(rank))
+                # It returns what is there. `get` would wait for a rank that has reported nothing.
+                found.setdefault(self._store.compare_set(key, "", "").decode(), []).append(str(rank))
         clauses = []
         for text, ranks in found.items():
             s = ("", "s") if len(ranks) > 1 else ("s", "")
@@ -58,7 +58,7 @@ class Waits:
         return f"Of the others, {'; '.join(clauses)}." if clauses else ""
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
-        if not self._places or (self._thread is not None and self._thread.is_alive()):
+        if not self._keys or (self._thread is not None and self._thread.is_alive()):
             return None
         answers: list[Any] = []
 

@@ -157,7 +157,7 @@ class HorovodTransport(HandshakeTransport):
 
         A rank starts with zeros what it lacks. It waits for twice the limit, because another rank may learn only at the
         end of its own limit that the call cannot complete. After an error, nothing else can be started, and the next
-        call goes on where this one has stopped: Horovod cannot take back what it has told the others.
+        call goes on where this one has stopped: Horovod cannot take back what it has announced to the others.
         """
         if self._dropping is None:
             gather = functools.partial(start_gathering, self)

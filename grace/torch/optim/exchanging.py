@@ -172,7 +172,7 @@ class Exchanging(Ruled, ABC):
                     if p.requires_grad:
                         run.current.ready(name, value(p, group), lr)
                     elif name not in self._frozen:
-                        # Frozen in mid-run: it keeps its residual and its weight.
+                        # Frozen during the run: it keeps its residual and its weight.
                         run.current.rest(name, lr)
             exchange.comparisons.finish()
             merged = run.finish()

@@ -15,7 +15,7 @@ from grace.torch.optim.ruled import Parameters, flat
 
 
 class ZeroOneAdam(Exchanging):
-    """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only now and then.
+    """0/1 Adam: Adam that exchanges momenta of one bit per element from the start, and later only in some steps.
 
     The ranks step on their own, and at a sync they exchange the momenta since the last one, weighted by the learning
     rate. They sync after every step until `freeze_step`, and afterwards every `every` steps: a number, or a table such

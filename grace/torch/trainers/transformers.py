@@ -28,7 +28,7 @@ class GraceCallback(transformers.TrainerCallback):
 
     def __init__(self, trainer: transformers.Trainer, config: Configuration = None, **options: Any) -> None:
         self._trainer, self._compression = trainer, Compression(config, **options)
-        # Where the run continues from; no callback is told.
+        # Where the run continues from; no callback gets it.
         self._checkpoint: str | None = None
         train = trainer.train
 

@@ -18,9 +18,9 @@ def test_ranks_read_what_the_others_have_told():
     )
     # `get` of the store would wait for what nobody has told.
     assert first.of_others() == "Of the others, ranks 1, 2 report no wait."
-    second.tell("step 3")
+    second.report("step 3")
     assert first.of_others() == "Of the others, rank 1 waits for step 3; rank 2 reports no wait."
-    third.tell("step 3")
+    third.report("step 3")
     assert first.of_others() == "Of the others, ranks 1, 2 wait for step 3."
     assert third.of_others() == "Of the others, rank 0 reports no wait; rank 1 waits for the same."
     second.clear()
@@ -38,7 +38,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_nor_asked_again(monkeypa
             answer.wait(60)
 
     mine = Waits(Lost(), "a", 0, 2)
-    mine.tell("step 3")
+    mine.report("step 3")
     assert mine.of_others() == ""
     mine.clear()
     assert asked == ["step 3"]
@@ -53,11 +53,11 @@ def test_a_store_that_does_not_answer_is_not_waited_for_nor_asked_again(monkeypa
 
 def test_a_store_that_fails_says_nothing():
     mine = Waits(None, "a", 0, 2)
-    mine.tell("step 3")
+    mine.report("step 3")
     assert mine.of_others() == ""
 
 
 def test_very_many_ranks_do_not_ask():
     mine = Waits(dist.HashStore(), "a", 0, 1000)
-    mine.tell("step 3")
+    mine.report("step 3")
     assert mine.of_others() == ""

@@ -80,9 +80,9 @@ class DCT(EstimatedThreshold, Learning):
         ops, dtype, renews = at.ops, at.spec.work_dtype, self._renews(at)
         sizes = [ops.cast(smallest_magnitude(payload["values"], ops, dtype), "float64") for payload in payloads]
         every = ops.concat(sizes)
-        # A rank whose gradient is zero tells nothing.
-        tells = every <= MAX_MAGNITUDE[dtype]
-        number, total = ops.sum(ops.cast(tells, "float64")), ops.sum(ops.where(tells, every, 0.0))
+        # A rank whose gradient is zero does not count.
+        counts = every <= MAX_MAGNITUDE[dtype]
+        number, total = ops.sum(ops.cast(counts, "float64")), ops.sum(ops.where(counts, every, 0.0))
         found = ops.where(number > 0, total / ops.where(number > 0, number, 1.0), 0.0)
         left = ops.where(renews, self.refresh * ops.cast(found > 0, "float64"), at.state["left"])
         return {
