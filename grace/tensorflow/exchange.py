@@ -36,7 +36,7 @@ from grace.tensorflow.gradients import (
     names_of,
 )
 from grace.tensorflow.run import VariableRun, tensorflow_ops
-from grace.tensorflow.step import GraphStep
+from grace.tensorflow.step import GraphStep, Selection
 from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
 from grace.tensorflow.waiting import elastic_timeout, gather, is_elastic
@@ -206,7 +206,7 @@ class Exchange(core.Exchange, tf.Module):
 
     @property
     def graph(self) -> GraphStep:
-        """The step as a graph, after `filled`."""
+        """The step as a graph, after `fill`."""
         assert self._step is not None
         return self._step
 
@@ -574,10 +574,10 @@ class Exchange(core.Exchange, tf.Module):
         step = self._agree(gradients, zeros)
         if tf.executing_eagerly() and self.advisor is not None:
             self.advisor.decide()
-        return step(gradients, absent=absent, loss_scale=loss_scale, references=references)
+        return step(gradients, Selection(untrained=absent), loss_scale=loss_scale, references=references)
 
     def mean_step(self, tensors: Sequence[tf.Tensor], *, compares: bool = True) -> list[tf.Tensor]:
-        """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `filled`."""
+        """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `fill`."""
         return self.graph.mean_step(tensors, compares=compares)
 
     @tf.autograph.experimental.do_not_convert

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -28,6 +28,18 @@ from grace.tensorflow.waiting import Watch
 
 if TYPE_CHECKING:
     from grace.tensorflow.exchange import Exchange
+
+
+class Selection(NamedTuple):
+    """The part that a rank has in a step: by default, it sends the gradients of all variables, and trains them.
+
+    If only `members` are exchanged, by their indices, the others sync in other steps. The memories of `untrained`
+    variables do not change. A rank that is `resting` sends zeros, and keeps its memories.
+    """
+
+    members: frozenset[int] | None = None
+    untrained: frozenset[int] = frozenset()
+    resting: bool = False
 
 
 class GraphStep:
@@ -54,20 +66,11 @@ class GraphStep:
         # The graph of a step that compresses nothing, and the stages that it was traced for.
         self._mean_step: tuple[list[Stage], Any] | None = None
 
-    def _trace(
-        self,
-        absent: frozenset[int],
-        scale: tf.DType | None,
-        only: frozenset[int] | None,
-        resting: bool,
-        second: bool,
-        leaves_out: bool,
-    ) -> Any:
-        """Return the graph of a step that leaves variables out, and that is skipped after an overflow or not.
+    def _trace(self, selection: Selection, scale: tf.DType | None, second: bool, leaves_out: bool) -> Any:
+        """Return the graph of a step, which is skipped after an overflow if there is a loss scale.
 
-        With `only`, the gradients of other variables are not exchanged; their fragments sync in other steps. A rank
-        that is `resting` sends zeros. With `second`, there are second gradients as well, and if it `leaves_out` ranks,
-        there is a vector that says which.
+        With `second`, there are second gradients as well, and if it `leaves_out` ranks, there is a vector that says
+        which.
         """
         exchange, transport, run = self._exchange, self.transport, self._states
 
@@ -85,7 +88,7 @@ class GraphStep:
             lr = exchange._learning_rate()
 
             def exchanged(stage: Stage) -> list[Gradient]:
-                return self._exchange_stage(stage, gradients, references, lr, absent, only, resting, out, *scales)
+                return self._exchange_stage(stage, selection, gradients, references, lr, out, *scales)
 
             merged = list(run.select(exchanged))
             results = tf.nest.flatten(merged, expand_composites=True)
@@ -125,18 +128,16 @@ class GraphStep:
     def __call__(
         self,
         gradients: Sequence[Gradient | None],
+        selection: Selection,
         *,
-        absent: frozenset[int] = frozenset(),
         loss_scale: tf.Tensor | None = None,
-        only: frozenset[int] | None = None,
-        resting: bool = False,
         references: Sequence[Gradient | None] | None = None,
         out: Sequence[tf.Tensor] = (),
     ) -> list[Gradient | None]:
         """Exchange gradients; see `Exchange.__call__`.
 
-        A rank that is `resting` sends zeros, and keeps its memories; `out` says of each rank whether it is known to
-        rest. If outer steps follow what this rank has sent, that comes after the merged gradients.
+        `out` says of each rank whether it is known to rest. If outer steps follow what this rank has sent, that comes
+        after the merged gradients.
         """
 
         def given(some: Sequence[Gradient | None]) -> list[Gradient]:
@@ -147,7 +148,7 @@ class GraphStep:
             # It is the first step, or the first one after `change`.
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
         second, scales = references is not None, [] if loss_scale is None else [loss_scale]
-        graph = self._graph(absent, scales[0].dtype if scales else None, only, resting, second, bool(out))
+        graph = self._graph(selection, scales[0].dtype if scales else None, second, bool(out))
         merged = _call(graph, given(gradients), given(references) if second else [], scales, list(out))
         # A graph returns the shape of rows as a tensor.
         return [
@@ -167,7 +168,7 @@ class GraphStep:
         given = [changes.get(i) for i in range(count)]
 
         def exchanged(resting: bool) -> list[Gradient | None]:
-            found = self(given, only=members, resting=resting, out=absent)
+            found = self(given, Selection(members, resting=resting), out=absent)
             return [x for i, x in enumerate(found) if i % count in members]
 
         if inside is None:
@@ -294,12 +295,10 @@ class GraphStep:
     def _exchange_stage(
         self,
         stage: Stage,
+        selection: Selection,
         gradients: Sequence[Gradient],
         references: Sequence[Gradient],
         lr: tf.Tensor | None,
-        absent: frozenset[int],
-        only: frozenset[int] | None,
-        resting: bool,
         out: Sequence[tf.Tensor],
         loss_scale: tf.Tensor | None = None,
     ) -> list[Gradient]:
@@ -309,11 +308,12 @@ class GraphStep:
         numbers = {name: number for number, name in enumerate(given)}
         second = dict(zip(given, references, strict=False))
         plan, merged, reduced = stage.plan, dict[str, Gradient](), list[Any]()
-        if only is not None and len(only) < len(given):
-            plan, merged = plan.only({name for name, i in numbers.items() if i in only}), dict(given)
+        members = selection.members
+        if members is not None and len(members) < len(given):
+            plan, merged = plan.only({name for name, i in numbers.items() if i in members}), dict(given)
         for item in plan.delegated:
             name, x = item.spec.name, given[item.spec.name]
-            if resting:
+            if selection.resting:
                 x = tf.zeros_like(x)
             if isinstance(x, tf.IndexedSlices):
                 stage.note({("rows", name): nbytes(x)})
@@ -335,12 +335,12 @@ class GraphStep:
             times=exchange.times,
             full=plan.period > 0 and not references,
         )
-        step.leave_out(out, out=resting)
+        step.leave_out(out, out=selection.resting)
         for item in plan.exchanged:
             step.ready(item.spec.name, given[item.spec.name], lr, second.get(item.spec.name))
         outcome = step.finish()
         merged.update(outcome.merged)
-        self._commit(stage, outcome.states.units, [merged[name] for name in given], absent, loss_scale)
+        self._commit(stage, outcome.states.units, [merged[name] for name in given], selection, loss_scale)
         stage.note(outcome.notes)
         handed: list[tuple[Kind, Any]] = [(kind, x) for (kind, _), x in outcome.notes.items() if kind in KINDS]
         sent = [x for (kind, _), x in outcome.notes.items() if kind == "bucket"]
@@ -360,17 +360,17 @@ class GraphStep:
         stage: Stage,
         units: dict[str, UnitStates],
         merged: Sequence[Gradient],
-        absent: frozenset[int],
+        selection: Selection,
         loss_scale: tf.Tensor | None,
     ) -> None:
-        """Write the new states of a step, except what they hold of absent variables; not if the step is skipped.
+        """Write the new states of a step, except what they hold of untrained variables; not if the step is skipped.
 
         Without roll-back, memories start from zero after a skipped step.
         """
-        if not absent and loss_scale is None:
+        if not selection.untrained and loss_scale is None:
             stage.write(units)
             return
-        before, untrained = stage.read(), {self._kinds[place][0].name for place in absent}
+        before, untrained = stage.read(), {self._kinds[i][0].name for i in selection.untrained}
         restarted: dict[str, UnitStates] = {
             name: {**states, "memory": {key: tf.zeros_like(x) for key, x in states["memory"].items()}}
             for name, states in before.items()
