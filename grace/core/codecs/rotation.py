@@ -326,11 +326,11 @@ def _rounded(ops: ArrayOps, codes: Array, levels: Array, n: int, block: int) -> 
 
 def _times(ops: ArrayOps, x: Array, scales: Array, n: int, block: int) -> Array:
     """Return the rotated blocks of n elements, each times its scale."""
-    values, at = [x[:0]], 0
+    values, done = [x[:0]], 0
     for first, rows, width in parts_of(n, block):
         part = ops.reshape(x[first : first + rows * width], (rows, width))
-        values.append(ops.reshape(part * ops.reshape(scales[at : at + rows], (rows, 1)), (-1,)))
-        at += rows
+        values.append(ops.reshape(part * ops.reshape(scales[done : done + rows], (rows, 1)), (-1,)))
+        done += rows
     return ops.concat(values)
 
 

@@ -137,10 +137,10 @@ def _hand_back(
         if "residual" not in memory:
             continue
         for piece, offset in offsets(unit):
-            for start, stop, _, place in holders([old], piece):
+            for start, stop, _, position in holders([old], piece):
                 total, low = memory["residual"], offset + start - piece.start
                 high = low + stop - start
-                added = residual[place : place + stop - start] * unit.memory.residual_scale
+                added = residual[position : position + stop - start] * unit.memory.residual_scale
                 memory = {**memory, "residual": to.concat([total[:low], total[low:high] + added, total[high:]])}
         new[unit.spec.name] = {**new[unit.spec.name], "memory": memory}
 
@@ -205,16 +205,16 @@ def _recut(
             continue
         rows = []
         for piece, offset in offsets(unit):
-            at = piece.start
-            for start, stop, old, place in holders(before, piece):
+            done = piece.start
+            for start, stop, old, position in holders(before, piece):
                 state = states[old.spec.name]["memory"].get(key)
                 if state is None or tuple(state.shape) != (old.spec.numel,) or state.dtype != initial_value.dtype:
                     continue
-                rows.append(initial_value[offset + at - piece.start : offset + start - piece.start])
-                held = state[place : place + stop - start]
+                rows.append(initial_value[offset + done - piece.start : offset + start - piece.start])
+                held = state[position : position + stop - start]
                 rows.append(_rescale(held, factor(old, unit), ops) if key == "residual" else held)
-                at = stop
-            rows.append(initial_value[offset + at - piece.start : offset + piece.numel])
+                done = stop
+            rows.append(initial_value[offset + done - piece.start : offset + piece.numel])
         made[key] = ops.concat(rows)
     return made
 
@@ -276,9 +276,9 @@ def splice(unit: Unit, memory: State, other: State, ranges: Sequence[tuple[int, 
     made = dict(memory)
     for key, value in memory.items():
         if tuple(value.shape) == (unit.spec.numel,) and key in other:
-            rows, at = [], 0
+            rows, done = [], 0
             for start, stop in ranges:
-                rows += [value[at:start], other[key][start:stop]]
-                at = stop
-            made[key] = ops.concat([*rows, value[at:]])
+                rows += [value[done:start], other[key][start:stop]]
+                done = stop
+            made[key] = ops.concat([*rows, value[done:]])
     return narrow(unit, made, ops)

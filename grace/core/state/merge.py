@@ -18,7 +18,7 @@ from grace.core.state.states import UnitStates, first_memory, initial
 from grace.core.state.stored import narrow, widen
 
 # Elements of an array.
-Place = slice | EllipsisType
+Elements = slice | EllipsisType
 # What a memory is in the chain of a unit: its name, and its number among the memories of this name.
 Role = tuple[str, int]
 
@@ -185,13 +185,13 @@ class Merge:
             return self._agree(unit, before, key, fresh)
         rows = []
         for piece, offset in offsets(unit):
-            at = offset
-            for start, stop, old, place in holders(before, piece):
+            done = offset
+            for start, stop, old, position in holders(before, piece):
                 low, high = offset + start - piece.start, offset + stop - piece.start
-                found = self._merge_elements(unit, old, key, fresh[low:high], slice(place, place + stop - start))
-                rows += [fresh[at:low], self._lose(unit, key, fresh[low:high]) if found is None else found]
-                at = high
-            rows.append(fresh[at : offset + piece.numel])
+                found = self._merge_elements(unit, old, key, fresh[low:high], slice(position, position + stop - start))
+                rows += [fresh[done:low], self._lose(unit, key, fresh[low:high]) if found is None else found]
+                done = high
+            rows.append(fresh[done : offset + piece.numel])
         return self._ops(unit.spec.device).concat(rows)
 
     def _agree(self, unit: Unit, before: Sequence[Unit], key: str, fresh: Array) -> Array:
@@ -202,11 +202,11 @@ class Merge:
             return self._lose(unit, key, fresh)
         return found[0] if found else fresh
 
-    def _merge_elements(self, unit: Unit, old: Unit, key: str, like: Array, at: Place) -> Array | None:
-        """Return what this rank continues of the elements `at` of an old array; None if that cannot be merged."""
+    def _merge_elements(self, unit: Unit, old: Unit, key: str, like: Array, elements: Elements) -> Array | None:
+        """Return what this rank continues of these elements of an old array; None if that cannot be merged."""
         owners, owners_before = self._owners(unit, self._size), self._owners(old, len(self._saved))
         weights = shares(owners.index(self._rank), len(owners), len(owners_before))
-        arrays = [self._read_elements(old, owners_before[i], key, like, at) for i, _ in weights]
+        arrays = [self._read_elements(old, owners_before[i], key, like, elements) for i, _ in weights]
         if any(array is None for array in arrays):
             return None
         ops, total = self._ops(unit.spec.device), arrays[0]
@@ -225,7 +225,7 @@ class Merge:
     def _owners(self, unit: Unit, size: int) -> Sequence[int]:
         return range(size) if unit.owners is None else unit.owners
 
-    def _read_elements(self, old: Unit, rank: int, key: str, like: Array, at: Place) -> Array | None:
+    def _read_elements(self, old: Unit, rank: int, key: str, like: Array, elements: Elements) -> Array | None:
         """Return elements of a saved array in the form of `like`; None if they have another shape or dtype."""
         state, ops = self._saved[rank]["tensors"][old.spec.name]["memory"], self._ops(old.spec.device)
         if old.memory.residual_dtype is not None:
@@ -236,9 +236,9 @@ class Merge:
                 stored = convert_state(old.spec.name, state, first_memory(old, ops, None), self._convert, ops)
                 wide[rank] = widen(old, stored, ops)
             state = wide[rank]
-        if show(state[key][at]) != show(like):
+        if show(state[key][elements]) != show(like):
             return None
-        return convert_state(old.spec.name, {key: state[key][at]}, {key: like}, self._convert, ops)[key]
+        return convert_state(old.spec.name, {key: state[key][elements]}, {key: like}, self._convert, ops)[key]
 
     def _equal(self, unit: Unit, a: Array, b: Array) -> bool:
         return not bool(self._ops(unit.spec.device).any(a != b))
@@ -260,20 +260,20 @@ class Merge:
         for begin, end, unit, _ in holders(self._after.units, piece):
             takers = [each for each in (unit, *unit.chain) if "residual" in self._empty(each)]
             if not takers:
-                at = slice(offset + begin - piece.start, offset + end - piece.start)
-                parts = [self._read_elements(old, rank, "residual", start[at], at) for rank in owners]
-                taken = taken and all(self._equal(old, part, start[at]) for part in parts)
-            for low, high, taker, place in holders(takers[:1], Piece(piece.tensor, begin, end)):
+                elements = slice(offset + begin - piece.start, offset + end - piece.start)
+                parts = [self._read_elements(old, rank, "residual", start[elements], elements) for rank in owners]
+                taken = taken and all(self._equal(old, part, start[elements]) for part in parts)
+            for low, high, taker, position in holders(takers[:1], Piece(piece.tensor, begin, end)):
                 if not taker.is_kept_by(self._rank):
                     continue
-                at = slice(offset + low - piece.start, offset + high - piece.start)
+                elements = slice(offset + low - piece.start, offset + high - piece.start)
                 ops, total = self._ops(taker.spec.device), made[taker.spec.name]["memory"]["residual"]
                 factor = self._growth * after[taker.spec.name] / before[old.spec.name] / len(owners)
-                part, dtype = total[place : place + high - low], ops.dtype(total)
+                part, dtype = total[position : position + high - low], ops.dtype(total)
                 for rank in owners:
-                    held = self._read_elements(old, rank, "residual", start[at], at)
+                    held = self._read_elements(old, rank, "residual", start[elements], elements)
                     part = part + ops.cast(held, dtype) * ops.cast(factor, dtype)
-                rows = [total[:place], part, total[place + high - low :]]
+                rows = [total[:position], part, total[position + high - low :]]
                 made[taker.spec.name]["memory"]["residual"] = ops.concat(rows)
         return taken
 

@@ -478,11 +478,11 @@ def _decode_if_there(
         layout.decode_rank(ops, nothing, 0, received, stamp, rank)
         return start + header.nbytes
     # A traced graph has one program for both.
-    at = ops.full(1, start, "int32")[0]
+    start_array = ops.full(1, start, "int32")[0]
     received.in_step.extend(ops.choose(is_absent, checked, lambda: [ops.full(1, 0, "int32")[0] == 0]))
-    chosen, begin = ops.choose(is_absent, lambda: [nothing, at * 0], lambda: [buffer, at])
+    chosen, begin = ops.choose(is_absent, lambda: [nothing, start_array * 0], lambda: [buffer, start_array])
     end = layout.decode_rank(ops, chosen, begin, received, stamp, rank)
-    return ops.where(is_absent, at + header.nbytes, end)
+    return ops.where(is_absent, start_array + header.nbytes, end)
 
 
 class SumLayout:

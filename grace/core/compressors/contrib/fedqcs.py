@@ -237,12 +237,12 @@ def recover_sparse(
     z has the first measurements(d) elements of every rotated block of d elements, with noise of this variance. `share`
     of the elements are expected to be large in the first round.
     """
-    found, at = [ops.zeros(0, ops.dtype(z))], 0
+    found, done = [ops.zeros(0, ops.dtype(z))], 0
     for first, rows, width in parts_of(n, block):
         m = measurements(width, reduction)
-        part = ops.reshape(z[at : at + rows * m], (rows, m))
+        part = ops.reshape(z[done : done + rows * m], (rows, m))
         found.append(_recovered(ops, part, first, rows, m, width, rounds, share, noise, key))
-        at += rows * m
+        done += rows * m
     return ops.concat(found)[:n]
 
 
