@@ -510,14 +510,14 @@ PERIODS = {"u": 3, "v": 6}
 
 
 @pytest.mark.parametrize("rounds", [PERIODS, {"u": 1, "v": 4}])
-def test_moments_of_adam_that_meet_at_periods_of_their_own_follow_the_recursion(rounds):
+def test_moments_of_adam_that_sync_at_periods_of_their_own_follow_the_recursion(rounds):
     """DES-LOC's example, with noise of the same size everywhere."""
     found, expected, losses = desloc(rounds, 16, 20, betas=(0.95, 0.9999), proportional=False)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
     assert losses.mean() < 1e-3
 
 
-def test_moments_that_meet_converge_where_those_that_stay_local_oscillate():
+def test_moments_that_sync_converge_where_those_that_stay_local_oscillate():
     """DES-LOC's example, with noise that is proportional to the gradient; moments that are reset oscillate as well."""
     losses = {
         name: desloc(state, 32, 40, betas=(0.995, 0.9999), proportional=True)[2]
@@ -903,7 +903,7 @@ def test_other_ranks_go_on_with_what_was_held_back_and_was_on_its_way(before, af
         saved = copy.deepcopy(first.sim.state_dict()["ranks"])
         assert not second.sim.load_state_dict(saved)
         old, new = ([o.state for o in t.sim.outers] for t in (first, second))
-        assert {(s.steps, s.met, s.rounds) for s in new} == {(at, old[0].met, old[0].rounds)}
+        assert {(s.steps, s.synced_at, s.rounds) for s in new} == {(at, old[0].synced_at, old[0].rounds)}
         for state in new:
             assert all((x == old[0].anchors[name]).all() for name, x in state.anchors.items())
         pending = [] if old[0].pending is None else list(old[0].pending.changes)
