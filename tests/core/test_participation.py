@@ -191,7 +191,7 @@ CARRIERS = ["allgather", "broadcast", "two_shot", "sparse_allreduce"]
     communicator=CARRIERS,
 )
 def test_who_is_irrelevant_sends_a_header_and_keeps_the_residual(framework, method, communicator):
-    """Who contributes, each rank decides itself; what then travels is as with ranks that a draw leaves out."""
+    """Each rank decides itself whether it contributes; what travels is as with ranks that a draw leaves out."""
     # Half of a mean of the largest elements is zero, and of what owners compress again even more.
     bound = 0.5 if "compress_ratio" not in method else 0.2 if communicator == "two_shot" else 0.4
     config = {**method, "default_rules": False, "communicator": communicator}
