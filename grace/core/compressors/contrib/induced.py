@@ -72,7 +72,8 @@ class Induced(Compressor):
 
     @property
     def joins(self) -> bool:
-        return self.sparsifier.joins and self.quantizer.joins
+        # The largest elements of all tensors would leave those with small gradients to Q, with its larger error.
+        return self.sparsifier.absolute and self.sparsifier.joins and self.quantizer.joins
 
     @property
     def multiplies(self) -> bool:
