@@ -19,6 +19,7 @@ from grace.core.session.simulation import poll_all
 from grace.core.spec import TensorSpec
 from grace.core.state.carry import iterate_chain
 from grace.testing.harness import FRAMEWORKS, host, same
+from tests.core.test_contracts import reordered
 from tests.support.registered import all_compressors
 from tests.support.steps import (
     CUTS,
@@ -141,9 +142,25 @@ def test_nothing_is_lost(chosen, size, cut):
 def test_frameworks_agree(chosen, framework):
     specs = SPECS[:2]
     numpy, other = (simulate(chosen, which, size=2, specs=specs) for which in ("numpy", framework))
+    exact = reordered(chosen.compressor, "float32") is None
     for number in range(2):
-        assert_same(step(numpy, number), step(other, number))
-    assert_same(states(numpy), states(other))
+        ours, theirs = step(numpy, number), step(other, number)
+        if exact:
+            assert_same(ours, theirs)
+        for mine, its in zip(ours, theirs, strict=True):
+            for name, x in mine.items():
+                np.testing.assert_allclose(its[name], x, rtol=0, atol=1e-5)
+    if exact:
+        assert_same(states(numpy), states(other))
+
+
+def by_tensor(sim):
+    """Return the states of all ranks that have them, in rank order: which rank owns a whole tensor may differ."""
+    found = {}
+    for mine in states(sim):
+        for key, x in mine.items():
+            found.setdefault(key, []).append(x)
+    return {(*key, i): x for key, ranks in found.items() for i, x in enumerate(ranks)}
 
 
 @each(chosen=CHOSEN, size=[2, 3])
@@ -163,12 +180,13 @@ def test_results_do_not_depend_on_buckets_or_on_the_order_of_gradients(chosen, s
         poll_all([shuffled.runs[rank] for rank in rng.permutation(size)])
         merged = {rank: shuffled.runs[rank].finish() for rank in rng.permutation(size)}
         assert_same(expected, on_host(shuffled, [merged[rank] for rank in range(size)]))
-    assert_same(states(alone), states(together))
-    assert_same(states(alone), states(shuffled))
+    assert_same([by_tensor(alone)], [by_tensor(together)])
+    assert_same(states(together), states(shuffled))
 
 
 @each(
-    chosen=CHOSEN,
+    # A tensor that a method cannot compress has no owner.
+    chosen={name: method for name, method in CHOSEN.items() if method.compressor.unfit(SPECS[0]) is None},
     framework=["numpy", "torch"],
     value={"nan": np.nan, "-inf": -np.inf},
 )
