@@ -84,9 +84,9 @@ def visit(
     side.barrier()
     after = _sent(interface)
     sent = None if before is None or after is None else after - before
-    known = [report for report in reports if report is not None]
+    lengths = [report for report in reports if report is not None]
     # The bytes may differ from step to step.
-    reported = round(statistics.fmean(known)) if known else None
+    reported = round(statistics.fmean(lengths)) if lengths else None
     spent = None
     if meter is not None and known is not None:
         spent = {**per_step(meter.spent, steps), **known, "kept_bytes": training.kept_bytes()}

@@ -37,7 +37,7 @@ def test_a_change_keeps_the_function_that_a_model_has_made_of_its_train_function
         made.train_function = lambda batch: f"new {batch}"
 
     model = SimpleNamespace(train_step=None)
-    train = replaced._deciding(lambda batch: f"old {batch}", lambda: model, exchange, keras_make)
+    train = replaced._make_train_function(lambda batch: f"old {batch}", lambda: model, exchange, keras_make)
     model.train_function = own = lambda batch: f"own {train(batch)}"
     assert model.train_function(1) == "own new 1"
     assert model.train_function is own
