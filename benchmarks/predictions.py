@@ -88,7 +88,7 @@ class Constants(NamedTuple):
     copying: float
     handling: float
     serving: float
-    meeting: float
+    waking: float
     contention: float
 
 
@@ -247,7 +247,7 @@ class Predictor:
         else:
             found = ddp_buckets(specs, passes.ready)
         overhead = Overhead(
-            slower * constants.copying, slower * constants.handling, constants.serving, constants.meeting
+            slower * constants.copying, slower * constants.handling, constants.serving, constants.waking
         )
         step = Step(
             passes.forward, passes.backward, compute * share, tuple(found), overhead, lanes=OrderedTransport.lanes

@@ -48,4 +48,4 @@ ACCURACY = Accuracy(0.1371, 0.3465, 0.3725, 32, 0.071, 0.2788, (0.735, 1.13), (0
 #: Without a calibration, as predictions of `what-if` are.
 WHAT_IF = Accuracy(0.3563, 0.5766, 0.7294, 96, 0.0667, 0.2738, (1.157, 2.781), (0.592, 1.521), "AMD EPYC, 2 cores")
 #: What exchanges over Gloo took there.
-OVERHEAD = Overhead(copying=1.61e-10, handling=6.87e-10, serving=0.000714, meeting=0.00129)
+OVERHEAD = Overhead(copying=1.61e-10, handling=6.87e-10, serving=0.000714, waking=0.00129)

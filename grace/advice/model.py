@@ -129,14 +129,14 @@ class Overhead:
 
     `copying` counts per byte of gradients, in the thread that trains, `handling` per byte that a rank sends, for system
     calls, copies and sums of the transport, and `serving` per collective and rank that takes part. These are processor
-    time, where no other core takes it. `meeting` counts per rank that takes part in a round that finds the link idle:
+    time, where no other core takes it. `waking` counts per rank that takes part in a round that finds the link idle:
     the ranks wait for each other, and wake threads that sleep.
     """
 
     copying: float = 0.0
     handling: float = 0.0
     serving: float = 0.0
-    meeting: float = 0.0
+    waking: float = 0.0
 
     def processor(self, one: Round, machine: Machine) -> float:
         """Return the seconds of processor time that the transport of a rank takes for a round."""
@@ -260,9 +260,9 @@ class _Run:
     def start(self, place: int, bucket: Bucket, number: int) -> None:
         """Hand a round of a bucket to the link."""
         one = bucket.rounds[number]
-        seconds, handling, meeting, sent = self._costs.get(one) or self._cost(one)
+        seconds, handling, waking, sent = self._costs.get(one) or self._cost(one)
         idle, begin, taken = self._free <= self.now, max(self._free, self.now), max(seconds, handling)
-        self._free = begin + taken + meeting * idle
+        self._free = begin + taken + waking * idle
         if handling:
             self.busy.append((begin, begin + taken, handling / taken))
         self.wire += seconds
@@ -270,11 +270,11 @@ class _Run:
         heapq.heappush(self._under_way, (number, place, self._free, bucket))
 
     def _cost(self, one: Round) -> tuple[float, float, float, float]:
-        """Return the seconds of a round on the link, of its handling and of its meeting, and the bytes sent."""
+        """Return the seconds of a round on the link, of its handling and of waking the ranks, and the bytes sent."""
         machine, overhead, size = self._machine, self._overhead, self._machine.size(one.scope)
         seconds = machine.seconds(one.kind, one.nbytes, one.scope, one.count)
         handling, sent = self._slower * overhead.processor(one, machine), float(copies(one.kind, size)) * one.nbytes
-        self._costs[one] = seconds, handling, overhead.meeting * size, sent
+        self._costs[one] = seconds, handling, overhead.waking * size, sent
         return self._costs[one]
 
     def compute(self, seconds: float) -> None:

@@ -285,7 +285,7 @@ def test_the_buckets_of_a_plan_are_ready_with_their_tensors_and_carry_what_is_an
 
 
 def test_what_the_transport_takes_during_the_pass_is_no_part_of_compute(monkeypatch):
-    monkeypatch.setattr(advise, "OVERHEAD", Overhead(handling=1e-9, meeting=1.0))
+    monkeypatch.setattr(advise, "OVERHEAD", Overhead(handling=1e-9, waking=1.0))
     specs = {"a": (1024, 1024), "b": (1024, 1024)}
     seen = {"period": 0.1, "band": [0.1, 0.1], "exposed": 0.02, "waits": False, "ready": {"b": 0.03, "a": 0.07}}
     simulation = grace.Simulation(2, specs, {"compressor": "none"})

@@ -164,15 +164,15 @@ def test_gradients_are_copied_by_the_rank():
     assert predict(step, Machine(2, LINK)).seconds == pytest.approx(predict(dense(), Machine(2, LINK)).seconds + 0.05)
 
 
-def test_ranks_meet_where_the_link_is_idle():
+def test_ranks_wake_where_the_link_is_idle():
     rounds = (Round("alltoall", MB), Round("allgather", MB))
     step, machine = Step(0.0, 0.1, 0.0, (Bucket(0.1, 0.0, 0.0, rounds),)), Machine(2, LINK)
-    meeting = dataclasses.replace(step, overhead=Overhead(meeting=0.01))
+    waking = dataclasses.replace(step, overhead=Overhead(waking=0.01))
     # Two rounds of two ranks.
-    assert predict(meeting, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.04)
-    assert predict(meeting, machine).wire == predict(step, machine).wire
+    assert predict(waking, machine).seconds == pytest.approx(predict(step, machine).seconds + 0.04)
+    assert predict(waking, machine).wire == predict(step, machine).wire
     # In rounds that follow each other on the link, only the first one waits for ranks.
-    batch = dataclasses.replace(meeting, buckets=(Bucket(0.1, 0.0, 0.0, rounds[:1]),) * 3)
+    batch = dataclasses.replace(waking, buckets=(Bucket(0.1, 0.0, 0.0, rounds[:1]),) * 3)
     plain = dataclasses.replace(batch, overhead=Overhead())
     assert predict(batch, machine).seconds == pytest.approx(predict(plain, machine).seconds + 0.02)
 
