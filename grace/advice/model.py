@@ -21,6 +21,8 @@ from grace.core.transport.collectives import Kind, copies
 
 #: Who takes part in a collective: all ranks, those of a node, or those with the same place in every node.
 Scope: TypeAlias = Literal["all", "node", "nodes"]
+#: How ranks add a buffer: Gloo has rings; NCCL and MPI have trees, or what takes as few messages, for many ranks.
+Allreduce: TypeAlias = Literal["ring", "tree"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Machine:
     local_size: int = 1
     inside: Link = INSIDE
     sharing: float = 1.0
+    allreduce: Allreduce = "ring"
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.local_size < 1 or self.ranks % self.local_size:
@@ -70,8 +73,14 @@ class Machine:
         return {"all": self.ranks, "node": self.local_size, "nodes": self.ranks // self.local_size}[scope]
 
     def messages(self, kind: Kind, scope: Scope = "all") -> int:
-        """Return how many messages of a collective follow each other: 2 (n - 1) in an allreduce's ring, else n - 1."""
-        return (2 if kind == "allreduce" else 1) * (self.size(scope) - 1)
+        r"""Return how many messages of a collective follow each other.
+
+        2 (n - 1) in an allreduce in a ring, 2 \lceil\log_2 n\rceil in one in a tree, else n - 1.
+        """
+        n = self.size(scope)
+        if kind != "allreduce":
+            return n - 1
+        return 2 * ((n - 1).bit_length() if self.allreduce == "tree" else n - 1)
 
     def seconds(self, kind: Kind, nbytes: float, scope: Scope = "all", count: int = 1) -> float:
         r"""Return the time of `count` collectives to which each rank passes `nbytes` in all.

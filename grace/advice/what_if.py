@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from grace.advice.accuracy import ACCURACY, WHAT_IF
 from grace.advice.candidates import LOW, RISKS, Risk, risk_of
 from grace.advice.model import (
     INSIDE,
     LATENCY,
+    Allreduce,
     Bucket,
     Link,
     Machine,
@@ -198,6 +199,8 @@ def add_what_if(commands: Any) -> None:
         metavar="RATE[:LATENCY]",
         help="link of a node, such as 10gbit:50us (default: 10gbit)",
     )
+    kinds = "how ranks add gradients: in a ring as Gloo, or a tree as NCCL and MPI for many ranks (default: ring)"
+    add("--allreduce", choices=get_args(Allreduce), default="ring", help=kinds)
     add("--inside", default="100gbit", metavar="RATE", help="link within a node (default: 100gbit)")
     add_variants(parser, " ".join(COMPRESSORS))
     kind = "optimizer of the training, on which the risk of a method depends: adam stands for its kind (default: adam)"
@@ -322,8 +325,8 @@ def _machines(args: argparse.Namespace) -> list[Machine]:
                 f"--nodes: expected at least 2 ranks in all, received '{args.nodes}'; one rank exchanges nothing."
             )
         counts = [n for n in _powers(1, nodes) if n * local > 1]
-        return [Machine(n * local, link, local, inside) for n in counts]
-    return [Machine(n, link, 1, inside) for n in _ranks(args.ranks)]
+        return [Machine(n * local, link, local, inside, allreduce=args.allreduce) for n in counts]
+    return [Machine(n, link, 1, inside, allreduce=args.allreduce) for n in _ranks(args.ranks)]
 
 
 def _ranks(given: Sequence[str]) -> list[int]:
@@ -470,11 +473,12 @@ def lines(answer: Answer) -> list[str]:
         ranks.append((f"{n:,}", _time(dense), label, _time(other), f"{dense / other:.2f}"))
     return [
         answer.sentence,
+        *_about_rings(answer),
         "",
         f"{answer.model.name}, {numel / 1e6:.1f} M parameters in {answer.model.dtypes}, "
         f"{_time(answer.model.compute)} of compute per step{answer.model.where}, "
         f"{machine.ranks} ranks, {nodes}{rate(machine.link.bandwidth)} and {machine.link.latency * 1e6:.0f} us per "
-        "message",
+        f"message, allreduces in a {machine.allreduce}",
         *align([head, *cells], right=range(1, len(head) - 1)),
         "",
         "The link that a share of compute in the step needs:",
@@ -491,6 +495,19 @@ def lines(answer: Answer) -> list[str]:
         + "the ranks shared their cores with the transport.",
         "Not known: whether the model learns as well (docs/choose.md, docs/adam.md), waits for the slowest rank, other "
         "traffic on the link, and what the transport takes of the processor.",
+    ]
+
+
+def _about_rings(answer: Answer) -> list[str]:
+    """Return what to know if most of the communication is the latency of rings."""
+    in_trees = predict(answer.steps["none"], dataclasses.replace(answer.machine, allreduce="tree"))
+    in_rings = answer.dense.prediction
+    if in_rings.exposed <= 2 * in_trees.exposed:
+        return []
+    return [
+        f"Most of it is latency: in a ring as Gloo's, {2 * (answer.machine.size('all') - 1):,} messages follow each "
+        f"other. In trees, as NCCL and MPI use, a step without compression takes {_time(in_trees.seconds)}: give "
+        "--allreduce tree."
     ]
 
 

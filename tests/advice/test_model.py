@@ -40,6 +40,14 @@ def test_one_bucket_on_two_ranks_takes_the_time_of_a_ring():
     assert found.sent == 50 * MB
 
 
+@pytest.mark.parametrize(("ranks", "messages"), [(2, 2), (4, 4), (5, 6), (1024, 20)])
+def test_a_tree_has_fewer_messages_than_a_ring_and_as_many_bytes(ranks, messages):
+    ring, tree = Machine(ranks, LINK), Machine(ranks, LINK, allreduce="tree")
+    fewer = (2 * (ranks - 1) - messages) * LINK.latency
+    assert ring.seconds("allreduce", MB) - tree.seconds("allreduce", MB) == pytest.approx(fewer)
+    assert tree.seconds("alltoall", MB) == ring.seconds("alltoall", MB)
+
+
 @pytest.mark.parametrize(
     ("kind", "messages", "copies"), [("allreduce", 6, 1.5), ("allgather", 3, 3.0), ("alltoall", 3, 1.0)]
 )

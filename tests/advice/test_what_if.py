@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -140,6 +141,20 @@ def test_the_command_prints_the_sentence_first_and_writes_json_and_a_page(capsys
     figures = page.split("<svg viewBox")[1:]
     assert len(figures) == 2
     ET.fromstring("<svg viewBox" + figures[0].split("</figure>")[0].split("<ul")[0])
+
+
+def test_it_says_when_rings_take_most_of_the_time(capsys):
+    many = [*SMALL[:-1], "2:4096"]
+    assert main(many) == 0
+    output = capsys.readouterr().out
+    assert "8,190 messages follow each other" in output
+    (in_trees,) = re.findall(r"without compression takes ([\d.]+ m?s): give --allreduce tree", output)
+    assert main([*many, "--allreduce", "tree"]) == 0
+    output = capsys.readouterr().out
+    assert "follow each other" not in output
+    assert re.search(rf"^none +{in_trees} ", output, re.MULTILINE)
+    assert main(SMALL) == 0
+    assert "follow each other" not in capsys.readouterr().out
 
 
 def test_nodes_share_their_link(capsys):
