@@ -37,9 +37,9 @@ class ScaleCom(Sparsifier, Negotiating):
 
     Cost: a partial sort of the magnitudes, by all ranks although one sorts for all, and a gather; no random numbers.
 
-    When: many ranks whose residuals are alike. Allreduce adds the values: they are compressed once only, and topk's,
-    which travel by `two_shot`, twice. The memory `lowpass` makes the residuals more alike. With few ranks take topk,
-    which sends what is large on each.
+    When: many ranks whose residuals are alike. Allreduce adds the values, so the bytes hardly grow with the ranks;
+    those of topk do. The memory `lowpass` makes the residuals more alike. With few ranks take topk, which sends what is
+    large on each of them.
 
     Reference: Chen et al., "ScaleCom: scalable sparsified gradient compression for communication-efficient distributed
     training", NeurIPS 2020, Algorithm 1.

@@ -31,9 +31,9 @@ class SignSGD(Compressor):
     Formula: C(x)_i = \mathrm{sign}(x_i), \quad g_i = \mathrm{sign}\bigl(\textstyle\sum_r \mathrm{sign}(x_{r,i})\bigr)
 
     A tie of the votes gives 0. An exact zero has no sign: every other rank counts it as positive, the rest as negative,
-    and after each step they change over. So where all gradients are zero (a row of an embedding that nobody looked up),
-    an even number of ranks is at a tie, and with an odd number the weight moves by one learning rate and back. The key
-    draws again for each two steps who begins, so zeros in every second step alone do not add up either. The step is the
+    and after each step they swap. So where all gradients are zero (a row of an embedding that no rank has used), an
+    even number of ranks has a tie, and with an odd number the weight moves by one learning rate and back. For each pair
+    of steps, the key draws which ranks begin, so zeros in every second step alone do not add up either. The step is the
     bare sign, so retune the learning rate (smaller). Use no error feedback: it harms this method.
 
     Error: 0.41 |x|^2 for normal x.

@@ -64,9 +64,9 @@ class SketchedSGD(Sparsifier, Negotiating):
     numbers per element, and a partial sort. This is several times the cost of topk. Without kernels the buffers take 2
     rows + 2 arrays of the gradient's size.
 
-    When: many ranks, because allreduce adds the sketches. The gradient is compressed once only. topk, which compresses
-    twice from three ranks on, sends less on any number of them. It works with the memory dgc as in the paper (momentum
-    correction and masking; then set the optimizer's momentum to 0).
+    When: many ranks, because allreduce adds the sketches. So the bytes hardly grow with the ranks. On up to 8 ranks
+    topk sends less. It works with the memory dgc as in the paper (momentum correction and masking; then set the
+    optimizer's momentum to 0).
 
     Reference: Ivkin et al., "Communication-efficient distributed SGD with sketching", NeurIPS 2019.
     """

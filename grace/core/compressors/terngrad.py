@@ -51,9 +51,9 @@ class TernGrad(Compressor, Negotiating):
 
     Cost: one pass for norm and maximum, and one to round; one random number per element; no sorting, no state.
 
-    When: 2 bits without memory or error feedback; a smaller learning rate may help. From three ranks on it travels by
-    `two_shot`, which rounds the mean once more. `shared_scale` rounds once only and sends 4 times the bytes; use it
-    with many ranks whose gradients are alike in size.
+    When: 2 bits without memory or error feedback; a smaller learning rate may help. It travels by `allgather`, so the
+    bytes grow with the ranks. `shared_scale` sends 4 times the bytes, but an allreduce adds them; use it with many
+    ranks whose gradients are alike in size.
 
     Reference: Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", NIPS
     2017.
