@@ -60,7 +60,7 @@ class Training:
         self.ddp = torch.nn.parallel.DistributedDataParallel(Loss(name), gradient_as_bucket_view=True)
         self._optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
 
-    def turn(self):
+    def run_turn(self):
         """Take the steps of a turn on all ranks, and return their seconds on this one."""
         dist.barrier()
         begin = time.perf_counter()
@@ -71,7 +71,7 @@ class Training:
         return time.perf_counter() - begin
 
 
-def rank(name, seconds):
+def run_rank(name, seconds):
     """Train on this rank, and return what rank 0 has measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -81,7 +81,7 @@ def rank(name, seconds):
     begin = time.perf_counter()
     while goes_on:
         for label in order:
-            found[label].append(trainings[label].turn())
+            found[label].append(trainings[label].run_turn())
         # Nobody is always the first.
         order.append(order.pop(0))
         goes_on[0] = time.perf_counter() - begin < seconds
@@ -105,7 +105,7 @@ def main():
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        row = rank(given.rank, given.seconds)
+        row = run_rank(given.rank, given.seconds)
         if dist.get_rank() == 0:
             with open(given.file, "w", encoding="utf-8") as file:
                 json.dump(row, file)
@@ -121,7 +121,7 @@ def main():
             with open(part, encoding="utf-8") as file:
                 rows.append({"model": model, "link": link, **json.load(file)})
             os.remove(part)
-            print(tables.printed(COLUMNS, rows), flush=True)
+            print(tables.format_markdown(COLUMNS, rows), flush=True)
     what = f"Steps with `auto` beside plain DDP, in turns on {RANKS} ranks"
     command = shlex.join(["python", "benchmarks/auto.py", *sys.argv[1:]])
     tables.write(given.file, what, COLUMNS, rows, commands=[command])

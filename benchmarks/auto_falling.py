@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import grace.torch
 from grace.bench.run import Job
-from grace.bench.step.network import Network, way
+from grace.bench.step.network import Network, find_namespace_command
 from grace.bench.step.ranks import torch_environment
 
 FAST, SLOW = "10gbit", "100mbit"
@@ -64,7 +64,7 @@ class Given(torch.nn.Module):
         return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True))
 
 
-def rank(folder):
+def run_rank(folder):
     """Train on this rank, and write when each step began, its method, and what was lost."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -101,20 +101,20 @@ def rank(folder):
     dist.destroy_process_group()
 
 
-def fallen(ranks):
+def measure_fall(ranks):
     """Run so many ranks, let their links fall meanwhile, and return the row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, __file__, folder, "--rank"]
         moments = []
 
-        def fall(network):
+        def slow_links(network):
             while not os.path.exists(os.path.join(folder, READY)):
                 time.sleep(POLL_S)
             moments.append(time.time())
             network.change(SLOW)
 
         with Network(ranks, FAST) as network, Job(network, torch_environment(network), program, False) as job:
-            threading.Thread(target=fall, args=(network,), daemon=True).start()
+            threading.Thread(target=slow_links, args=(network,), daemon=True).start()
             if status := job.wait():
                 sys.exit(status)
         found = []
@@ -147,12 +147,12 @@ def main():
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        rank(given.file)
+        run_rank(given.file)
         return
-    if way() is None:
+    if find_namespace_command() is None:
         sys.exit("This needs network namespaces with tc: see docs/measure.md, 'Links without root'.")
-    rows = [fallen(ranks) for ranks in given.ranks]
-    print(tables.printed(COLUMNS, rows), flush=True)
+    rows = [measure_fall(ranks) for ranks in given.ranks]
+    print(tables.format_markdown(COLUMNS, rows), flush=True)
     what = f'Links that fall from {FAST} to {SLOW} while ranks of DDP train with `compressor = "auto"`'
     command = shlex.join(["python", "benchmarks/auto_falling.py", *sys.argv[1:]])
     tables.write(given.file, what, COLUMNS, rows, commands=[command])

@@ -28,13 +28,13 @@ LENGTHS = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 <<
 WORKS = {"write": "write one buffer", "read": "read those of two ranks"}
 
 
-def microseconds(work):
+def time_us(work):
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e6
 
 
-def added(framework, length):
+def measure_overhead(framework, length):
     """Return the microseconds that a checksum adds to each of WORKS."""
     ops = get_ops(framework)
     plain = GatherLayout([TensorSpec("w", (length,))], [[Field("codes", "uint8", length)]], [True])
@@ -47,7 +47,7 @@ def added(framework, length):
     times = {name: [] for name in works}
     for _ in range(REPETITIONS):
         for name, work in works.items():
-            times[name].append(microseconds(work))
+            times[name].append(time_us(work))
     median = {name: statistics.median(found) for name, found in times.items()}
     return {work: round(median["with", work] - median["without", work]) for work in WORKS}
 
@@ -56,7 +56,7 @@ def main():
     torch.set_num_threads(1)
     rows = []
     for framework, title in FRAMEWORKS.items():
-        found = {length: added(framework, length) for length in LENGTHS.values()}
+        found = {length: measure_overhead(framework, length) for length in LENGTHS.values()}
         for work, words in WORKS.items():
             times = {name: found[length][work] for name, length in LENGTHS.items()}
             rows.append({"work": f"{title}: {words}", **times})

@@ -20,7 +20,7 @@ LARGE = 1_000_000
 TITLES = {"python": "Python", "numpy": "NumPy", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
-def short(value):
+def format_number(value):
     """Return a number with three significant digits."""
     rounded = float(f"{value:.3g}")
     return int(rounded) if rounded == int(rounded) else rounded
@@ -37,12 +37,12 @@ for result in results:
     if result["numel"] < LARGE:
         row[f"small_{framework}"] = round(1e6 * result["median_s"])
         continue
-    row[framework] = short(result["ratio_to_copy"])
+    row[framework] = format_number(result["ratio_to_copy"])
     row["elements"] = result["numel"]
     if framework == "torch":
-        row["gb_per_s"] = short(result["gb_per_s"])
+        row["gb_per_s"] = format_number(result["gb_per_s"])
         if result["break_even_gbit_per_s"]:
-            row["break_even"] = short(result["break_even_gbit_per_s"])
+            row["break_even"] = format_number(result["break_even_gbit_per_s"])
 copies = sorted(1000 * result["copy_s"] for result in results if result["numel"] >= LARGE)
 versions = {key: value for result in results for key, value in result["machine"].items() if key in TITLES}
 data |= {

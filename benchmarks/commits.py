@@ -44,7 +44,7 @@ print(json.dumps(found))
 """
 
 
-def times(tree: Path, methods: list[str]) -> dict[str, float]:
+def measure_steps(tree: Path, methods: list[str]) -> dict[str, float]:
     """Return the seconds of the fastest step of each method in a tree."""
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-P", "-c", RUN, *methods]
@@ -61,7 +61,7 @@ def main(commit: str, methods: list[str]) -> None:
         try:
             build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
             subprocess.run(build, cwd=other, env={**os.environ, "GRACE_CUDA": "OFF"}, check=True, capture_output=True)
-            turns = [(times(other, methods), times(ROOT, methods)) for _ in range(TURNS)]
+            turns = [(measure_steps(other, methods), measure_steps(ROOT, methods)) for _ in range(TURNS)]
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], check=True)
     for name in methods:

@@ -44,7 +44,7 @@ COLUMNS = {
 }
 
 
-def recorded() -> np.ndarray:
+def record_gradient() -> np.ndarray:
     """Return the gradient of a layer for all images, after one epoch of training."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -64,19 +64,19 @@ def recorded() -> np.ndarray:
     return model[2].weight.grad.numpy()
 
 
-def gradients() -> dict[str, np.ndarray]:
+def make_gradients() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     shape = (WIDTH, WIDTH)
     found = {
         "normal": rng.standard_normal(shape),
         "laplace": rng.laplace(size=shape),
         "lognormal": np.exp(rng.standard_normal(shape)) * rng.choice([-1, 1], shape),
-        "recorded": recorded(),
+        "recorded": record_gradient(),
     }
     return {name: x.astype(np.float32) for name, x in found.items()}
 
 
-def last_step(config: dict[str, Any], x: np.ndarray, ranks: int) -> tuple[float, float]:
+def measure_last_step(config: dict[str, Any], x: np.ndarray, ranks: int) -> tuple[float, float]:
     """Return the bits per element that a rank sends in the last step, and the error of the mean of all ranks."""
     simulation = grace.Simulation(ranks, {"w": (WIDTH, WIDTH)}, config)
     (unit,) = simulation.plan.units
@@ -87,11 +87,11 @@ def last_step(config: dict[str, Any], x: np.ndarray, ranks: int) -> tuple[float,
 
 
 def mean_over_draws(config: dict[str, Any], x: np.ndarray, ranks: int) -> tuple[float, float]:
-    """Return the means of what `last_step` returns over seeds, or a single one if nothing is random."""
-    found = [last_step({**config, "seed": seed}, x, ranks) for seed in (0, 1)]
+    """Return the means of what `measure_last_step` returns over seeds, or a single one if nothing is random."""
+    found = [measure_last_step({**config, "seed": seed}, x, ranks) for seed in (0, 1)]
     if found[0] == found[1]:
         return found[0]
-    found += [last_step({**config, "seed": seed}, x, ranks) for seed in range(2, DRAWS)]
+    found += [measure_last_step({**config, "seed": seed}, x, ranks) for seed in range(2, DRAWS)]
     return tuple(map(float, np.mean(found, axis=0)))
 
 
@@ -121,7 +121,7 @@ def settings_of(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     return [(variant.name, dict(variant.options)) for variant in parse_variants(args.compressors, **SHARED)]
 
 
-def order(row: dict[str, Any]) -> tuple[float, float]:
+def sort_key(row: dict[str, Any]) -> tuple[float, float]:
     """Return what sorts the rows of a file: those with most bits first."""
     return -row["bits"], row["normal"]
 
@@ -140,12 +140,12 @@ def main() -> int:
     except grace.errors.GraceError as error:
         parser.error(str(error))
     with multiprocessing.Pool() as pool:
-        rows = pool.starmap(functools.partial(row_of, gradients()), settings, chunksize=1)
+        rows = pool.starmap(functools.partial(row_of, make_gradients()), settings, chunksize=1)
     if args.file is None:
-        print(tables.printed(COLUMNS, rows))
+        print(tables.format_markdown(COLUMNS, rows))
         return 0
     if args.compressors:
-        tables.renew(args.file, rows, order)
+        tables.renew(args.file, rows, sort_key)
         return 0
     tables.write(
         args.file,
@@ -153,7 +153,7 @@ def main() -> int:
         "the normal x; bits that a rank of two sends of normal x; "
         f"means over {DRAWS} draws of random methods",
         COLUMNS,
-        sorted(rows, key=order),
+        sorted(rows, key=sort_key),
     )
     return 0
 

@@ -139,14 +139,14 @@ class Counter:
     def _run(self, kernel, inputs, integers, numbers, consumes, *rest):
         results = self._plain(kernel, inputs, integers, numbers, consumes, *rest)
         if self.method and kernel not in ELSEWHERE:
-            found = (*moved(kernel, inputs, integers, numbers, results, consumes), self.method)
+            found = (*count_bytes(kernel, inputs, integers, numbers, results, consumes), self.method)
             self.largest[kernel] = max(self.largest.get(kernel, found), found)
             if self.method in self.total:
                 self.total[self.method] += found[0] + found[1]
         return results
 
 
-def moved(kernel, inputs, integers, numbers, results, consumes):
+def count_bytes(kernel, inputs, integers, numbers, results, consumes):
     """Return the bytes of arguments and results, and those that move within the kernel."""
     sizes = [x.nbytes for x in inputs]
     # A condition comes back as a Python bool.
@@ -180,30 +180,30 @@ def moved(kernel, inputs, integers, numbers, results, consumes):
     if kernel in ("top", "top_bound", "sum_top"):
         x = results[0] if kernel == "sum_top" else inputs[0]
         # Two digits and the settling of ties read the elements that share the first digit.
-        within += 3 * SECTOR * tied(x, integers[0])
+        within += 3 * SECTOR * count_ties(x, integers[0])
     if kernel in AGAIN:
         within += (integers[0] - 1) * 2 * (sizes[0] if consumes else results[0].nbytes)
     return outside, within
 
 
-def tied(x, k):
+def count_ties(x, k):
     """Return how many elements of a float32 array share the first digit of the k-th largest magnitude."""
     digits = (x.view(np.int32) & 0x7FFFFFFF) >> 31 - FIRST_DIGIT
     return int((digits == np.partition(digits, -k)[-k]).sum())
 
 
-def microseconds(moved):
+def least_us(moved):
     """Return the least time for `SHOWN` elements."""
     return round(moved / ELEMENTS * SHOWN / BANDWIDTH * 1e6, 1)
 
 
-def gradients(rng):
+def draw_gradients(rng):
     """Return heavy-tailed gradients of all ranks."""
     sizes = np.exp(rng.standard_normal(ELEMENTS)) * 1e-3
     return [(sizes * rng.standard_normal(ELEMENTS)).astype(np.float32) for _ in range(RANKS)]
 
 
-def others(ops, counter):
+def run_other_kernels(ops, counter):
     """Count kernels of other options, and those of sums that no transport makes: of 16-bit floats, and in words."""
     counter.method = "efsignsgd without memory"
     sign_mean(ops, ops.zeros(ELEMENTS, "float32"))
@@ -220,7 +220,7 @@ def others(ops, counter):
     masked_sum(ops, x, 1.0, x, -0.001, x)
     counter.method = "eden, shared"
     local = LocalStep(make_unit("eden", ELEMENTS, shared_rotation=True), ops, RANKS)
-    given = gradients(np.random.default_rng(0))
+    given = draw_gradients(np.random.default_rng(0))
     local.run(given[0], 0, local.receive(given, 0))
 
 
@@ -233,14 +233,14 @@ def main():
         for name in compressors:
             local = LocalStep(make_unit(name, ELEMENTS), ops, RANKS)
             for step in range(STEPS):
-                given = gradients(rng)
+                given = draw_gradients(rng)
                 counter.method = ""
                 arrived = local.receive(given, step)
                 # The last step is counted, when memories are full.
                 counter.method = name if step == STEPS - 1 else ""
                 done = local.run(given[0], step, arrived)
                 entries[name] = done.payload["indices"].size if "indices" in done.payload else 0
-        others(ops, counter)
+        run_other_kernels(ops, counter)
     rows = [
         {
             "kernel": kernel,
@@ -248,7 +248,7 @@ def main():
             "outside": round(outside / ELEMENTS, 3),
             "within": round(within / ELEMENTS, 3),
             "why": WITHIN.get(kernel, (0, "single elements" if kernel in SPARSE else ""))[1],
-            "microseconds": microseconds(outside + within),
+            "microseconds": least_us(outside + within),
         }
         for kernel, (outside, within, method) in sorted(counter.largest.items())
     ]
@@ -263,7 +263,7 @@ def main():
             "limit": round(least[name], 2),
             "times": round(total / ELEMENTS / least[name], 3),
             "copies": round(total / ELEMENTS / COPY, 2),
-            "microseconds": microseconds(total),
+            "microseconds": least_us(total),
         }
         for name, total in counter.total.items()
     ]

@@ -60,7 +60,7 @@ class Scaled(torch.nn.Linear):
         return super().forward(x) / self.factor
 
 
-def network(factor):
+def make_network(factor):
     layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), Scaled(256, 128, factor), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers, torch.nn.Linear(128, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
@@ -68,7 +68,7 @@ def network(factor):
 def train(config, factor, seed, images, labels, together):
     """Return the mean training loss of the last epoch."""
     torch.manual_seed(seed)
-    model = network(factor)
+    model = make_network(factor)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())

@@ -58,7 +58,7 @@ class Model(torch.nn.Module):
         return torch.stack([(x * w * w).sum() for w in self.weights]).sum()
 
 
-def timed(work):
+def time_work(work):
     """Return the seconds and the processor seconds that the work takes."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -66,7 +66,7 @@ def timed(work):
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def slowest(value):
+def max_over_ranks(value):
     """Return the largest of the values of all ranks."""
     x = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(x, op=dist.ReduceOp.MAX)
@@ -74,7 +74,7 @@ def slowest(value):
 
 
 def median_ms(values):
-    return 1000 * statistics.median(map(slowest, values))
+    return 1000 * statistics.median(map(max_over_ranks, values))
 
 
 def main():
@@ -92,25 +92,25 @@ def main():
         model = DistributedDataParallel(Model(given.parameters, given.elements), gradient_as_bucket_view=True)
         models[name] = model
         if name in CONFIGS:
-            setup[name] = timed(lambda model=model, name=name: grace.torch.register(model, CONFIGS[name]))
+            setup[name] = time_work(lambda model=model, name=name: grace.torch.register(model, CONFIGS[name]))
     x = torch.full((given.elements,), 1.0 + dist.get_rank())
 
     def step(model):
         model(x).backward()
 
     # The first step makes DDP's buckets, and the second one uses them.
-    first = {name: timed(lambda model=model: step(model))[0] for name, model in models.items()}
+    first = {name: time_work(lambda model=model: step(model))[0] for name, model in models.items()}
     for model in models.values():
         step(model)
     times = {name: [] for name in models}
     for _ in range(given.turns):
         for name, model in models.items():
-            times[name].append(timed(lambda model=model: step(model)))
+            times[name].append(time_work(lambda model=model: step(model)))
     rows = []
     for name, found in times.items():
         wall, cpu = (median_ms(values) for values in zip(*found, strict=True))
-        row = {"name": name, "first_ms": 1000 * slowest(first[name])}
-        row["setup_s"], row["setup_cpu_s"] = map(slowest, setup[name])
+        row = {"name": name, "first_ms": 1000 * max_over_ranks(first[name])}
+        row["setup_s"], row["setup_cpu_s"] = map(max_over_ranks, setup[name])
         row |= {"step_ms": wall, "cpu_ms": cpu}
         plain = rows[0] if rows else row
         row |= {"ratio": wall / plain["step_ms"], "cpu_ratio": cpu / plain["cpu_ms"]}

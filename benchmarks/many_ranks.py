@@ -49,7 +49,7 @@ COLUMNS = {
 }
 
 
-def accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> float:
+def measure_accuracy(method: str, communicator: str | dict[str, Any], seed: int) -> float:
     """Return the percentage of test images that are classified rightly after a run."""
     torch.manual_seed(seed)
     data, setting = digits.load_data(), grace.compressors.about(method).digits
@@ -95,7 +95,7 @@ def main(path: str) -> None:
     for method, (options, communicators) in ROWS.items():
         row: dict[str, Any] = {"method": method, "options": ", ".join(f"{k} = {v}" for k, v in options.items())}
         for communicator in communicators:
-            found = [accuracy(method, communicator, seed) for seed in SEEDS]
+            found = [measure_accuracy(method, communicator, seed) for seed in SEEDS]
             row[communicator if isinstance(communicator, str) else "finer"] = round(statistics.mean(found), 2)
             print(f"{method:10} {communicator!s:16} {found}", flush=True)
         rows.append(row)

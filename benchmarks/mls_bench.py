@@ -64,7 +64,7 @@ COLUMNS = {
 }
 
 
-def data():
+def load_data():
     """Return all images, of half their height and width, in every place of a square of `SIDE`, and their labels."""
     found = digits()
     images, labels = (torch.from_numpy(np.concatenate(x)) for x in (found[::2], found[1::2]))
@@ -74,13 +74,13 @@ def data():
 
 def train(config, seed):
     """Return the accuracy in %, and the bits per element that the worker sent in the last step."""
-    images, labels = data()
+    images, labels = load_data()
     right = 0
     for half in range(2):
         # The digits are sorted by class, so each half has as many of each.
         tested = torch.arange(len(labels)) % 2 == half
         network, bits = fit(config, 2 * seed + half, images[~tested], labels[~tested])
-        right += (answers(network, images[tested]) == labels[tested]).sum().item()
+        right += (predict_classes(network, images[tested]) == labels[tested]).sum().item()
     return 100 * right / len(labels), bits
 
 
@@ -113,13 +113,13 @@ def fit(config, seed, images, labels):
 
 
 @torch.no_grad()
-def answers(network, images):
+def predict_classes(network, images):
     """Return the classes that a network gives to images, each in the middle."""
     middle = images.shape[2] // 2
     return torch.cat([network(part).argmax(1) for part in images[:, :, middle, middle].split(500)])
 
 
-def setting(variant):
+def format_setting(variant):
     """Return the options of a method as text."""
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in variant.options.items()}
     return ", ".join(f"{key} {value}" for key, value in values.items())
@@ -134,7 +134,7 @@ def row_of(variant):
     spread = max(accuracies) - min(accuracies)
     row = {
         "method": variant.name,
-        "setting": setting(variant),
+        "setting": format_setting(variant),
         "kind": "unbiased" if method.compressor.unbiased else "feedback" if method.memory.feeds_back else "biased",
         "bits": round(statistics.fmean(bits for _, bits in results), 4),
         "accuracy": round(statistics.fmean(accuracies), 4),
@@ -165,7 +165,7 @@ def main():
     if path.exists() and (found := json.loads(path.read_text(encoding="utf-8")))["what"] == WHAT:
         rows = {(row["method"], row["setting"]): row for row in found["rows"]}
     for variant in variants:
-        key = variant.name, setting(variant)
+        key = variant.name, format_setting(variant)
         if key in rows and not args.methods:
             continue
         rows[key] = row_of(variant)

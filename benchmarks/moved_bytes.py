@@ -40,7 +40,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviation: float = 1.0) -> list[float] | None:
+def measure_bytes(
+    compressor: str, communicator: str, size: int, steps: int = 1, deviation: float = 1.0
+) -> list[float] | None:
     """Return the bytes per element that leave a rank in a step, on average; None if the method cannot travel so.
 
     With hierarchical, the first number is of those for other nodes and the second of those for its own node.
@@ -49,10 +51,10 @@ def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviati
         return None
     nodes = communicator == "hierarchical"
     local_size = LOCAL_SIZE if nodes else 1
-    simulation = Simulation(size, {"w": SHAPE}, configured(compressor, communicator))
+    simulation = Simulation(size, {"w": SHAPE}, make_configuration(compressor, communicator))
     sent = [0.0, 0.0]
     for rank, run in enumerate(simulation.runs):
-        run.transport.start = counted(run.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
+        run.transport.start = count_sent_bytes(run.transport.start, rank, size, local_size, sent)  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     for step in range(steps):
         for run in simulation.runs:
@@ -64,7 +66,7 @@ def moved(compressor: str, communicator: str, size: int, steps: int = 1, deviati
     return [round(total / steps / size / (SHAPE[0] * SHAPE[1]), 4) for total in (sent if nodes else sent[:1])]
 
 
-def configured(compressor: str, communicator: str) -> Config:
+def make_configuration(compressor: str, communicator: str) -> Config:
     """Return the configuration of a method by a program, or by another communicator. Raises IncompatibleError."""
     program = PROGRAMS.get(communicator, communicator)
     return make_config(Variant(compressor).config(communicator=program, default_rules=False))
@@ -75,14 +77,16 @@ def fits(compressor: str, communicator: str, size: int) -> bool:
     if communicator == "hierarchical" and size <= LOCAL_SIZE:
         return False
     try:
-        configured(compressor, communicator)
+        make_configuration(compressor, communicator)
         compressors.example(compressor).check_ranks(size)
     except IncompatibleError:
         return False
     return True
 
 
-def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local_size: int, sent: list[float]) -> Any:
+def count_sent_bytes(
+    start: Callable[[Collective, str], Any], rank: int, size: int, local_size: int, sent: list[float]
+) -> Any:
     """Return a start of collectives that adds the bytes that leave the rank to `sent`: for other nodes, for its own."""
 
     def start_and_count(collective: Collective, name: str) -> Any:
@@ -99,7 +103,7 @@ def counted(start: Callable[[Collective, str], Any], rank: int, size: int, local
     return start_and_count
 
 
-def chosen(compressor: str, size: int) -> str:
+def find_choice_of_auto(compressor: str, size: int) -> str:
     """Return the program that `auto` takes."""
     config = make_config(Variant(compressor).config(default_rules=False))
     (item,) = make_plan([TensorSpec("w", SHAPE)], config, ranks=Ranks(size)).assignments
@@ -107,36 +111,36 @@ def chosen(compressor: str, size: int) -> str:
     return found
 
 
-def methods() -> list[str]:
+def list_methods() -> list[str]:
     """Return all methods that can be built without being told options."""
     return [name for name, _ in compressors.ready()]
 
 
-def rows(names: list[str]) -> list[dict[str, Any]]:
+def measure_rows(names: list[str]) -> list[dict[str, Any]]:
     """Return one row for each of these methods and each communicator that fits."""
     found = []
     for name in names:
         for program in PROGRAMS:
-            sent = {size: moved(name, program, size) for size in RANKS}
+            sent = {size: measure_bytes(name, program, size) for size in RANKS}
             if any(sent.values()):
-                auto = [size for size in RANKS if chosen(name, size) == program]
+                auto = [size for size in RANKS if find_choice_of_auto(name, size) == program]
                 found.append({"method": name, "communicator": program, "bytes": sent, "auto": auto})
                 print(found[-1], flush=True)
     return found
 
 
-def by_data() -> list[str]:
+def list_data_dependent() -> list[str]:
     """Return the methods whose bytes depend on the data."""
-    return [name for name in methods() if payload_bytes(sent_fields(compressors.example(name))) is None]
+    return [name for name in list_methods() if payload_bytes(sent_fields(compressors.example(name))) is None]
 
 
-def over_steps(name: str, size: int) -> float:
+def measure_mean_bytes(name: str, size: int) -> float:
     """Return the bytes per element that leave a rank by `auto`: the mean of many steps of small gradients."""
-    (sent,) = moved(name, "auto", size, FEWER_STEPS.get(name, STEPS), DEVIATION) or ()
+    (sent,) = measure_bytes(name, "auto", size, FEWER_STEPS.get(name, STEPS), DEVIATION) or ()
     return sent
 
 
-def renewed(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
+def replace_rows(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
     """Return rows as JSON, with those found in place of all of the same methods."""
     methods = {row["method"] for row in found}
     kept = [row for row in rows if row["method"] not in methods]
@@ -145,19 +149,19 @@ def renewed(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
 
 def main(moved_path: Path, data_path: Path, *names: str) -> None:
     """Write both files, or renew the rows of some methods in them."""
-    chosen = list(names) or methods()
+    chosen = list(names) or list_methods()
     moved_rows = json.loads(moved_path.read_text()) if names else []
-    moved_path.write_text(f"[\n{renewed(moved_rows, rows(chosen))}\n]\n")
+    moved_path.write_text(f"[\n{replace_rows(moved_rows, measure_rows(chosen))}\n]\n")
     fewer = ", ".join(f"`{name}`: {steps}" for name, steps in FEWER_STEPS.items())
     values = f"{SHAPE[0]} x {SHAPE[1]} normal values with standard deviation {DEVIATION}"
     what = f"the mean of {STEPS} steps ({fewer}) on {values}"
     over = [
-        {"method": name, **{str(size): over_steps(name, size) for size in RANKS[:4]}}
-        for name in by_data()
+        {"method": name, **{str(size): measure_mean_bytes(name, size) for size in RANKS[:4]}}
+        for name in list_data_dependent()
         if name in chosen
     ]
     by_data_rows = json.loads(data_path.read_text())["rows"] if names else []
-    data_path.write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{renewed(by_data_rows, over)}\n]}}\n')
+    data_path.write_text(f'{{"what": {json.dumps(what)}, "rows": [\n{replace_rows(by_data_rows, over)}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -69,14 +69,14 @@ class Digits(TorchTraining):
         return loss, loss
 
 
-def transformer(seed, ranks):
+def make_transformer(seed, ranks):
     task = find_task("transformer")
     return task.start(seed, ranks, steps=task.steps, lr=task.lr, momentum=task.momentum)
 
 
 TASKS = {
     "digits": (Digits, {}),
-    "transformer": (transformer, {"betas": (0.9, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "transformer": (make_transformer, {"betas": (0.9, 0.99), "weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
 
 

@@ -163,13 +163,13 @@ def train(method, seed, steps, task, lr=RATES[0]):
         "bytes": round(sum(sent.values()), 1),
         "link_bytes": round(on_link, 1),
         "dense_bytes": ranks.simulation.stats()["dense_bytes"],
-        "utilisation": round(utilisation(method, on_link), 4),
+        "utilisation": round(compute_utilisation(method, on_link), 4),
         "seconds": round(spent / steps / RANKS, 4),
         "curve": curve,
     }
 
 
-def utilisation(method, link_bytes):
+def compute_utilisation(method, link_bytes):
     """Return the share of the time that inner steps take, with `COMPUTE` and `LINK`, and without latency.
 
     During the delay of each fragment, what it sends travels beside the computation.
@@ -204,7 +204,7 @@ def save(path, rows, origins):
     tables.save(path, data)
 
 
-def origin():
+def describe_origin():
     """Return the command, commit, machine, date and versions of the runs of this process."""
     return {
         "command": shlex.join(["python", "benchmarks/outer.py", *sys.argv[1:]]),
@@ -224,7 +224,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     arguments = parser.parse_args()
     rows, origins = load(arguments.path)
-    mine = origin()
+    mine = describe_origin()
     name = next((name for name, known in origins.items() if known == mine), f"{len(origins) + 1}")
     done = {(row["steps"], row["lr"], row["seed"], row["method"]) for row in rows}
     asked = arguments.steps, arguments.rates, arguments.seeds, arguments.methods

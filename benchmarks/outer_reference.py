@@ -53,28 +53,28 @@ class SparseLoCo:
     def sync(self, weights):
         """Move the anchor. `weights` has the tensors of each rank."""
         for place, a in enumerate(self._anchor):
-            sent = torch.stack([self._sent(self._errors[r][place], a - weights[r][place]) for r in range(RANKS)])
+            sent = torch.stack([self._compress(self._errors[r][place], a - weights[r][place]) for r in range(RANKS)])
             norms = sent.norm(dim=1, keepdim=True).clamp(min=1e-30)
             sent *= (norms.median() / norms).clamp(max=1)
             a -= (sent.sum(0) / (sent != 0).sum(0).clamp(min=1)).view(a.shape)
 
-    def _sent(self, error, change):
+    def _compress(self, error, change):
         """Return what a rank sends, as a flat tensor, and keep the rest in its error."""
         error.mul_(0.95).add_(change.flatten())
-        kept = torch.cat([self._largest(part) for part in error.abs().split(self._chunk)])
+        kept = torch.cat([self._mask_largest(part) for part in error.abs().split(self._chunk)])
         values = error[kept]
         sent = torch.zeros_like(error)
-        sent[kept] = self._quantized(values) if self._bins and len(values) > self._bins else values
+        sent[kept] = self._quantize(values) if self._bins and len(values) > self._bins else values
         error -= sent
         return sent
 
-    def _largest(self, sizes):
+    def _mask_largest(self, sizes):
         """Return a mask of the elements of a chunk that are sent."""
         mask = torch.zeros(len(sizes), dtype=torch.bool)
         mask[sizes.topk(max(1, len(sizes) // 64)).indices] = True
         return mask
 
-    def _quantized(self, values):
+    def _quantize(self, values):
         centre, width = values.mean(), 6 * values.std() / self._bins
         numbers = ((values - centre) / width + self._bins / 2).floor().clamp(0, self._bins - 1).long()
         sums = torch.zeros(self._bins).index_add(0, numbers, values)

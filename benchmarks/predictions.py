@@ -119,7 +119,7 @@ class Measurements:
             if clean and data["commits"] == [commit()] and data["machine"].startswith(processor()):
                 self.passes, self.codecs, self.steps = data["passes"], data["codecs"], data["steps"]
 
-    def keep(self):
+    def save(self):
         """Write what there is."""
         told = {"passes": self.passes, "codecs": self.codecs, "steps": self.steps}
         tables.write(str(self.path), "", COLUMNS, [], **told)
@@ -160,18 +160,18 @@ class Measurements:
         # Steps of many ranks are long, and vary less.
         steps = 3 if ranks < 8 else 2
         setting = Setting("torch", model, ranks, link, None, ROUNDS, steps, warm_up=WARM_UP)
-        with running_on(cores):
+        with limit_cores(cores):
             results = measure(setting, methods, lambda text: None)
         for method, result in zip(methods, results, strict=True):
             halves = [round(statistics.median(result.times[i * steps : (i + 1) * steps]), 5) for i in range(ROUNDS)]
             cell = Cell(model, link, ranks, method.label, cores)
             self.steps.append({**cell._asdict(), "seconds": halves})
             print(*cell, halves, file=sys.stderr, flush=True)
-        self.keep()
+        self.save()
 
 
 @contextlib.contextmanager
-def running_on(cores):
+def limit_cores(cores):
     """Let this process, and the ranks that it starts, have the first of its cores only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:cores])
@@ -186,7 +186,7 @@ def config_of(method):
     return make_config({**compressors.required(method.name), "compressor": method.name, **method.options})
 
 
-def measured(path, models, links, ranks):
+def measure_all(path, models, links, ranks):
     """Measure all that the predictions need, and then the steps that they are compared with."""
     found = Measurements(path)
     # Everything in this process comes before the ranks start, on an idle machine.
@@ -255,7 +255,7 @@ class Predictor:
         link = Link(LINKS[cell.link] / 8 * constants.efficiency, LATENCY)
         return predict(step, Machine(cell.ranks, link, sharing=max(1.0, cell.ranks / cell.cores))).seconds
 
-    def fitted(self):
+    def fit(self):
         """Return the constants with which the predictions of cells on 2 ranks are best."""
         cells = [
             (cell, statistics.fmean(x))
@@ -279,10 +279,10 @@ class Predictor:
         return constants(found.x)
 
 
-def conclude(path, data):
+def fit_and_predict(path, data):
     """Fit the constants to a file of measurements, and write it with the predictions. Return the constants."""
     predictor = Predictor(data)
-    constants = predictor.fitted()
+    constants = predictor.fit()
     print(constants, file=sys.stderr, flush=True)
     rows = []
     for cell, halves in predictor.steps.items():
@@ -317,7 +317,7 @@ def conclude(path, data):
     return constants, summary
 
 
-def tell(constants, summary):
+def write_constants(constants, summary):
     """Write the errors and the constants into grace/advice/accuracy.py."""
     path = Path(accuracy.__file__)
     machine = f"{processor()}, {CORES} cores"
@@ -362,12 +362,12 @@ def main():
     part = arguments.path.with_name(arguments.path.name + ".part")
     if not arguments.fit:
         torch.set_num_threads(1)
-        measured(part, arguments.models, arguments.links, arguments.ranks)
+        measure_all(part, arguments.models, arguments.links, arguments.ranks)
     kept = part if part.exists() else arguments.path
-    constants, summary = conclude(arguments.path, json.loads(kept.read_text(encoding="utf-8")))
+    constants, summary = fit_and_predict(arguments.path, json.loads(kept.read_text(encoding="utf-8")))
     part.unlink(missing_ok=True)
     if summary.get("held out", {}).get("cells") == len(LINKS) * len(PREDICTED) * len(METHODS):
-        tell(constants, summary)
+        write_constants(constants, summary)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from grace.core.ops import get_ops
 SIDE, RANK, REPETITIONS = 5000, 4, 15
 
 
-def seconds(work):
+def time_work(work):
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -45,7 +45,7 @@ for title, framework, native in (("NumPy", "numpy", False), ("PyTorch", "torch",
     times = {name: [] for name in works}
     for _ in range(REPETITIONS):
         for name, work in works.items():
-            times[name].append(seconds(work))
+            times[name].append(time_work(work))
     copy, *found = (statistics.median(mine) for mine in times.values())
     row = {name: round(mine / copy, 2) for name, mine in zip(list(works)[1:], found, strict=True)}
     rows.append({"products": title, **row, "together": round(sum(found) / copy, 2)})

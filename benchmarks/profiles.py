@@ -36,7 +36,7 @@ class Clock:
         self.spent = defaultdict(float)
         self._inner = [0.0]
 
-    def timed(self, function, name_of):
+    def wrap(self, function, name_of):
         def call(*args, **options):
             self._inner.append(0.0)
             start = time.perf_counter()
@@ -50,14 +50,14 @@ class Clock:
         return call
 
 
-def slow():
+def list_slow():
     """Return the methods that are over their aim, or above 8 copies, in the committed table with NumPy."""
     rows = json.loads((Path(__file__).parents[1] / "docs/results/codec.json").read_text())["rows"]
     numbers = [row for row in rows if "numpy" in row and not isinstance(row.get("aim"), str)]
     return [row["method"] for row in numbers if row["numpy"] > min(8, row.get("aim", 8))]
 
 
-def copy_seconds(x):
+def time_copy(x):
     """Return the time of a copy of an array to memory that is in use."""
     out, times = np.empty_like(x), []
     for _ in range(5):
@@ -80,7 +80,7 @@ def profile(method, clock, drawn):
         whole = time.perf_counter() - start
         if number == 0:
             continue  # The first step is slower.
-        copy = copy_seconds(gradients[0])
+        copy = time_copy(gradients[0])
         copies.append(whole / copy)
         rest = whole - sum(clock.spent.values())
         for name, seconds in [*clock.spent.items(), ("expressions and interpreter", rest)]:
@@ -91,12 +91,12 @@ def profile(method, clock, drawn):
 
 def main():
     clock = Clock()
-    native.module.run = clock.timed(native.module.run, lambda args: f"`{args[0]}`")
+    native.module.run = clock.wrap(native.module.run, lambda args: f"`{args[0]}`")
     for name, function in vars(NumpyOps).items():
         if callable(function) and name[0] != "_" and name in vars(Primitives):
-            setattr(NumpyOps, name, clock.timed(function, lambda args, name=name: f"NumPy's {name.rstrip('_')}"))
+            setattr(NumpyOps, name, clock.wrap(function, lambda args, name=name: f"NumPy's {name.rstrip('_')}"))
     rows, drawn = [], Gradients(near_square(NUMEL), RANKS * (STEPS + 1))
-    for method in sys.argv[2:] or slow():
+    for method in sys.argv[2:] or list_slow():
         copies, parts = profile(method, clock, drawn)
         named = [f"{name} {part:.1f}" for name, part in parts[:NAMED] if part >= SMALL]
         rows.append({"method": method, "copies": float(f"{copies:.3g}"), "parts": ", ".join(named)})

@@ -26,19 +26,19 @@ COLUMNS = {
 }
 
 
-def loss(name, seed, **options):
+def measure_loss(name, seed, **options):
     """Return the loss at the end of a run with a method's default options; None if it diverged."""
     found = train(Cell("mf", Method(name, Variant(name, options).config()), RANKS, seed, STEPS))
     return None if found["diverged"] else found["loss"]
 
 
-def measured(names, seeds=SEEDS):
+def measure_rows(names, seeds=SEEDS):
     """Return the noise, and a row for each method: losses, their mean and the distance, both None if a run diverged."""
-    dense = [loss(DENSE, seed) for seed in seeds]
+    dense = [measure_loss(DENSE, seed) for seed in seeds]
     noise = max(dense) - min(dense)
     rows = []
     for name in names:
-        losses = [loss(name, seed) for seed in seeds]
+        losses = [measure_loss(name, seed) for seed in seeds]
         row = {"method": name, "losses": losses, "loss": None, "distance": None}
         if None not in losses:
             worst = max(x - y for x, y in zip(losses, dense, strict=True))
@@ -50,7 +50,7 @@ def measured(names, seeds=SEEDS):
 
 def main(path):
     """Measure every method that needs no options, and write the file."""
-    noise, rows = measured(name for name, _ in compressors.ready())
+    noise, rows = measure_rows(name for name, _ in compressors.ready())
     tables.write(
         path,
         f"Loss of the matrix factorization of grace report: {RANKS} simulated ranks, {STEPS} steps, default options; "

@@ -28,17 +28,17 @@ from grace.bench.variants import Variant
 LINKS = {"none": "none", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
-def ms(seconds, digits=1):
+def to_ms(seconds, digits=1):
     """Return milliseconds."""
     return round(1000 * seconds, digits)
 
 
-def speedup(result):
+def compute_speedup(result):
     """Return the speed-up over the baseline of the run."""
     return round(next(x for key, x in result.items() if key.startswith("speedup_over_")), 2)
 
 
-def value(result, title):
+def get_value(result, title):
     """Return what a result has for a column with this title."""
     unit = title.split(": ")[-1]
     if "exchange_over_gradients" in result:
@@ -49,14 +49,14 @@ def value(result, title):
         return round(result["median_s"], 2)
     if unit.startswith("MB"):
         return round(result["wire_bytes"] / 1e6, 2)
-    return speedup(result)
+    return compute_speedup(result)
 
 
 def of_account(result):
     """Return the row of a method whose time was split."""
-    parts = {name.lower(): ms(seconds) for name, seconds in result["parts_s"].items() if name != "faults"}
-    of_step = {"step": ms(result["step_s"]), "overhead": ms(result["overhead_s"])}
-    limits = {"limit": ms(result["limit_s"]), "wire": ms(result["wire_s"])}
+    parts = {name.lower(): to_ms(seconds) for name, seconds in result["parts_s"].items() if name != "faults"}
+    of_step = {"step": to_ms(result["step_s"]), "overhead": to_ms(result["overhead_s"])}
+    limits = {"limit": to_ms(result["limit_s"]), "wire": to_ms(result["wire_s"])}
     return {**of_step, "copies": round(result["overhead_copies"], 2), **parts, **limits}
 
 
@@ -64,7 +64,7 @@ def of_model(results):
     """Return the row of a model behind a link."""
     by_name = {result["method"]: result for result in results}
     times = {name: round(1000 * by_name[name]["median_s"]) for name in ("compute", "horovod")}
-    return times | {name: speedup(result) for name, result in by_name.items() if name not in times}
+    return times | {name: compute_speedup(result) for name, result in by_name.items() if name not in times}
 
 
 path, processor, *given = sys.argv[1:]
@@ -89,12 +89,12 @@ for argument in given:
             # It has no exchange, or another run had the same baseline.
             continue
         if column:
-            row[column] = value(result, data["columns"][column]["title"])
+            row[column] = get_value(result, data["columns"][column]["title"])
         elif "parts_s" in result:
             row |= of_account(result)
             compute, copy = result["step_s"] - result["overhead_s"], result["overhead_s"] / result["overhead_copies"]
-            what = re.sub(r"exchange \([\d.]+ ms\)", f"exchange ({ms(compute)} ms)", data["what"])
-            data["what"] = re.sub(r"takes [\d.]+ ms", f"takes {ms(copy)} ms", what)
+            what = re.sub(r"exchange \([\d.]+ ms\)", f"exchange ({to_ms(compute)} ms)", data["what"])
+            data["what"] = re.sub(r"takes [\d.]+ ms", f"takes {to_ms(copy)} ms", what)
 found = [row for row in rows.values() if len(row) > 1]
 data |= {"machine": f"{processor}, 2 cores, CPU only", "date": time.strftime("%Y-%m-%d"), "rows": found}
 tables.save(path, data)

@@ -3,9 +3,9 @@
     python benchmarks/study.py docs/results/study
     python benchmarks/study.py docs/results/study --pack
 
-The runs are those of `grace report` that `parts` returns. The folder of `grace report` is made from the files, so the
-study goes on where it was stopped, on another machine as well. Stop it at any time: it writes what it has. With --pack,
-it trains nothing, and adds to the files what is in the folder.
+The runs are those of `grace report` that `list_parts` returns. The folder of `grace report` is made from the files, so
+the study goes on where it was stopped, on another machine as well. Stop it at any time: it writes what it has. With
+--pack, it trains nothing, and adds to the files what is in the folder.
 """
 
 import argparse
@@ -62,7 +62,7 @@ SPARSE = ("collectives", "sends")
 DIGITS = 5
 
 
-def parts():
+def list_parts():
     """Return the parts of the study as arguments of `grace report`, the most important one first."""
     plain = [label for label, method in methods().items() if not (method.switched or method.equal)]
     others = [name for name, _ in compressors.ready() if name not in methods()]
@@ -112,10 +112,12 @@ def is_current(found):
 
 def load(path):
     """Return the results of all files in a folder."""
-    return [found for file in sorted(path.glob("*.json")) for found in results(json.loads(file.read_text("utf-8")))]
+    return [
+        found for file in sorted(path.glob("*.json")) for found in load_results(json.loads(file.read_text("utf-8")))
+    ]
 
 
-def results(data):
+def load_results(data):
     """Return the results of a file as `grace report` keeps them: what a configuration lacks has its default."""
     found = []
     for line in data["cells"]:
@@ -133,19 +135,19 @@ def results(data):
     return found
 
 
-def packed(found):
+def pack_task(found):
     """Return what a file holds of the results of a task. What many of them share stands in it once."""
     origins, configs, settings, cells = {}, {}, {}, []
-    for result in sorted(found, key=_place):
+    for result in sorted(found, key=_sort_key):
         origin = {key: result[key] for key in ORIGIN}
         origin["command"] = _without_folder(origin["command"])
-        name = _named(origin, origins)
+        name = _put_named(origin, origins)
         config = {key: value for key, value in result["setting"]["config"].items() if key != "seed"}
         configs[result["cell"]["method"]] = config
         setting = {key: value for key, value in result["setting"].items() if key != "config"}
-        rest = {key: _rounded(value) for key, value in result.items() if key not in ("cell", "setting", *ORIGIN)}
+        rest = {key: _round(value) for key, value in result.items() if key not in ("cell", "setting", *ORIGIN)}
         rest |= {key: {kind: value for kind, value in rest[key].items() if value} for key in SPARSE}
-        cells.append({**result["cell"], "origin": name, "setting": _named(setting, settings), **rest})
+        cells.append({**result["cell"], "origin": name, "setting": _put_named(setting, settings), **rest})
     return {
         "what": "Runs of grace report, by task, method, number of ranks and seed",
         "commands": ["python benchmarks/study.py docs/results/study"],
@@ -156,14 +158,14 @@ def packed(found):
     }
 
 
-def _named(value, table):
+def _put_named(value, table):
     """Put a value into a table, by a name that depends on it, and return the name."""
     name = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:6]
     table[name] = value
     return name
 
 
-def _place(result):
+def _sort_key(result):
     cell, labels = result["cell"], list(methods())
     place = labels.index(cell["method"]) if cell["method"] in labels else len(labels)
     return place, cell["method"], cell["ranks"], cell["seed"]
@@ -178,12 +180,12 @@ def _without_folder(command):
     return shlex.join(words)
 
 
-def _rounded(value):
+def _round(value):
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _round(inner) for key, inner in value.items()}
+    return [_round(inner) for inner in value] if isinstance(value, list) else value
 
 
 def unpack(path, folder):
@@ -214,7 +216,7 @@ def pack(folder, path):
                 found[key["task"]].append(result)
     path.mkdir(parents=True, exist_ok=True)
     for task, of_task in found.items():
-        tables.save(path / f"{task}.json", packed(of_task))
+        tables.save(path / f"{task}.json", pack_task(of_task))
         print(f"{path / task}.json: {len(of_task)} runs")
 
 
@@ -243,4 +245,4 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, metavar="N", help="processes that train (default: one per core)")
     parser.add_argument("--pack", action="store_true", help="train nothing")
     args = parser.parse_args()
-    sys.exit(main(args.path, args.folder, () if args.pack else parts(), args.jobs))
+    sys.exit(main(args.path, args.folder, () if args.pack else list_parts(), args.jobs))

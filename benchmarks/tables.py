@@ -46,7 +46,7 @@ def renew(path, rows, order):
     save(path, data)
 
 
-def printed(columns, rows):
+def format_markdown(columns, rows):
     """Return rows as the text of a Markdown table, with aligned columns; `columns` as for `write`.
 
     A row without the key of a column has an empty cell there.

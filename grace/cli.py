@@ -16,7 +16,7 @@ from typing import Any
 from grace import __version__, listing
 from grace.advice.launch import add_advise, run_advise
 from grace.advice.what_if import add_what_if
-from grace.bench.command import INTERRUPTED, add_codec, add_import, completed_by
+from grace.bench.command import INTERRUPTED, add_codec, add_import, set_completer
 from grace.bench.link import add_link
 from grace.bench.run import add_run, run_program
 from grace.bench.step.command import add_step
@@ -97,8 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="list all methods, also those of the literature, with their sizes")
     pages = [family.page for family in listing.FAMILIES]
     family = add("--family", metavar="NAME", help=f"list one family: {', '.join(pages)}")
-    completed_by(names, lambda _: listing.names())
-    completed_by(family, lambda _: pages)
+    set_completer(names, lambda _: listing.names())
+    set_completer(family, lambda _: pages)
     add_import(methods)
     methods.set_defaults(run=_compressors)
 

@@ -21,7 +21,7 @@ from grace.advice.candidates import NONE
 from grace.advice.hook import ADVICE, FIRST, FOLDER, LINE, MEASURED, REFUSED, SEEN
 from grace.advice.hosts import elsewhere
 from grace.bench.command import INTERRUPTED, check_writable
-from grace.bench.step.command import ended_by_signals
+from grace.bench.step.command import interrupt_on_signals
 from grace.core.config.config import ENVIRONMENT_VARIABLE
 from grace.core.errors import ConfigError, GraceError
 
@@ -74,7 +74,7 @@ def run_advise(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="grace-advise-") as folder:
         Path(folder, "sitecustomize.py").write_text(_CUSTOMIZE, encoding="utf-8")
         try:
-            with ended_by_signals():
+            with interrupt_on_signals():
                 status = _run(args.program, folder, args.timeout)
         except KeyboardInterrupt:
             print("grace advise: interrupted", file=sys.stderr)

@@ -107,7 +107,7 @@ class LocalStep:
 
     def run(self, gradient: Array, step: int, arrived: Arrived) -> Done:
         """Run the step of rank 0. This part is timed."""
-        done, self._states[0] = self.whole(gradient, self._states[0], step, arrived)
+        done, self._states[0] = self.run_from(gradient, self._states[0], step, arrived)
         return done
 
     def states(self, rank: int) -> dict[str, State]:
@@ -120,7 +120,7 @@ class LocalStep:
 
     # --- one rank's step ----------------------------------------------------------------------------------------
 
-    def whole(
+    def run_from(
         self, gradient: Array, states: dict[str, State], step: Any, arrived: Arrived
     ) -> tuple[Done, dict[str, State]]:
         """Run the step of rank 0 from the given states. Return its results and its new states."""

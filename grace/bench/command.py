@@ -43,8 +43,8 @@ def add_codec(commands: Any) -> None:
     add("--numel", nargs="+", metavar="N", help="elements, such as 1000 or 25M (default: 25M; with --plot: 250 to 25M)")
     framework = add("--framework", default="numpy", help="numpy, torch or tensorflow (default: numpy)")
     device = add("--device", default="cpu", help="cpu, or cuda with torch (default: cpu)")
-    completed_by(framework, lambda _: ("numpy", *FRAMEWORKS))
-    completed_by(device, lambda _: ("cpu", "cuda"))
+    set_completer(framework, lambda _: ("numpy", *FRAMEWORKS))
+    set_completer(device, lambda _: ("cpu", "cuda"))
     add("--ranks", type=int, default=2, metavar="N", help="ranks whose payloads are merged (default: 2)")
     add("--threads", type=int, default=1, metavar="N", help="threads of the framework (default: 1)")
     add("--repetitions", type=int, default=30, metavar="N", help="timed steps, fewer for slow methods (default: 30)")
@@ -98,7 +98,7 @@ def run_codec(args: argparse.Namespace) -> int:
 def add_variants(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the arguments that name methods: --compressors and --import."""
     named = f"separated by spaces or commas, with options after colons, such as qsgd:quantum_num=7 (default: {default})"
-    completed_by(parser.add_argument("--compressors", nargs="+", metavar="NAME", help=named), candidates)
+    set_completer(parser.add_argument("--compressors", nargs="+", metavar="NAME", help=named), candidates)
     add_import(parser)
 
 
@@ -108,7 +108,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=own)
 
 
-def completed_by(action: argparse.Action, candidates: Callable[[str], Iterable[str]]) -> None:
+def set_completer(action: argparse.Action, candidates: Callable[[str], Iterable[str]]) -> None:
     """Let a shell complete an argument: `candidates` returns words for the beginning of one (argcomplete)."""
     action.completer = lambda prefix, **_: candidates(prefix)  # type: ignore[attr-defined]
 

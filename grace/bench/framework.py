@@ -59,7 +59,7 @@ class Framework:
         result = work()
         return time.perf_counter() - start, result
 
-    def copier(self, loaded: Array) -> Callable[[Array], None]:
+    def make_copier(self, loaded: Array) -> Callable[[Array], None]:
         """Return a function that copies an array of this shape into an existing array."""
         import numpy as np
 

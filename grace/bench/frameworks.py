@@ -64,7 +64,7 @@ class Torch(Framework):
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1000, result
 
-    def copier(self, loaded: Array) -> Callable[[Array], None]:
+    def make_copier(self, loaded: Array) -> Callable[[Array], None]:
         target = self._torch.zeros_like(loaded)
 
         def copy(source: Array) -> None:

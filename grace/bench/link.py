@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from grace.advice import probe
 from grace.bench.command import check_writable
-from grace.bench.run import on_ranks
+from grace.bench.run import run_on_ranks
 from grace.bench.step.command import add_network
 from grace.core.errors import ConfigError
 from grace.core.spec import Array
@@ -94,7 +94,7 @@ def _start(args: argparse.Namespace) -> int:
     own = ["--launcher", launcher, "--sizes", *map(str, args.sizes)]
     if args.json:
         own += ["--json", str(args.json)]
-    return on_ranks(args, python(COMMAND, "bench", "link", *own), launcher)
+    return run_on_ranks(args, python(COMMAND, "bench", "link", *own), launcher)
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:

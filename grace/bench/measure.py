@@ -163,10 +163,10 @@ class Bench:
         """Time the step of a method. Call `progress(n)` when n more steps are done or skipped."""
         setting, times = self._setting, []
         step = setting.framework.step(unit, setting.ranks)
-        copy = setting.framework.copier(self._loaded[self._gradients.window(0)])
+        copy = setting.framework.make_copier(self._loaded[self._gradients.window(0)])
         warm_up, repetitions = WARM_UP, setting.repetitions
         while len(times) < warm_up + repetitions:
-            times.append(self._once(step, copy, len(times)))
+            times.append(self._run_once(step, copy, len(times)))
             progress(1)
             # Judge by the second step: in the first, TensorFlow traces and libraries load.
             seconds = times[-1][0]
@@ -196,7 +196,7 @@ class Bench:
             whole += float(np.sum(mean**2))
         return lost / whole
 
-    def _once(self, step: LocalStep, copy: Callable[[Array], None], number: int) -> tuple[float, float, int]:
+    def _run_once(self, step: LocalStep, copy: Callable[[Array], None], number: int) -> tuple[float, float, int]:
         """Run one step and one copy. Return the seconds of both, and the bytes sent."""
         framework, ranks = self._setting.framework, self._setting.ranks
         windows = [self._loaded[self._gradients.window(number * ranks + rank)] for rank in range(ranks)]

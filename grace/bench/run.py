@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from grace.bench.command import INTERRUPTED
-from grace.bench.step.command import add_network, ended_by_signals, read_network
-from grace.bench.step.network import Network, limited_by
+from grace.bench.step.command import add_network, interrupt_on_signals, read_network
+from grace.bench.step.network import Network, limit_kind
 from grace.bench.step.ranks import (
     RENDEZVOUS,
-    ending_with_this,
+    end_with_parent,
     horovod_environment,
-    plain,
     torch_environment,
+    without_launcher,
 )
 from grace.core.errors import ConfigError, GraceError
 from grace.machine import installed, python
@@ -60,17 +60,17 @@ def run_program(args: argparse.Namespace) -> int:
 
     Raises ConfigError for wrong arguments, and GraceError if the network cannot be made.
     """
-    return on_ranks(args, args.program, args.launcher, prefix=args.prefix)
+    return run_on_ranks(args, args.program, args.launcher, prefix=args.prefix)
 
 
-def on_ranks(args: argparse.Namespace, program: Sequence[str], launcher: str, *, prefix: bool = False) -> int:
+def run_on_ranks(args: argparse.Namespace, program: Sequence[str], launcher: str, *, prefix: bool = False) -> int:
     """Run a program on the ranks that the options of `add_network` describe. Return the exit status."""
     ranks, local_size = read_network(args, least=1)
     if shutil.which(program[0]) is None:
         raise ConfigError(f"the program '{program[0]}' was not found; name one that is on the PATH, or its path.")
     if not installed(launcher):
         raise ConfigError(f"--launcher: '{launcher}' is not installed; install it, or choose another launcher.")
-    if limited_by(args.link) == "pacing":
+    if limit_kind(args.link) == "pacing":
         print(
             "grace bench: no network namespaces for this user here; each connection of a rank is paced at "
             f"{args.link} instead",
@@ -78,7 +78,7 @@ def on_ranks(args: argparse.Namespace, program: Sequence[str], launcher: str, *,
         )
     try:
         with (
-            ended_by_signals(),
+            interrupt_on_signals(),
             Network(ranks, args.link, args.latency, local_size) as network,
             _rendezvous(network, launcher) as environments,
             Job(network, environments, program, prefix) as job,
@@ -103,7 +103,7 @@ def _rendezvous(network: Network, launcher: str) -> Iterator[list[dict[str, str]
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=ending_with_this(),
+        preexec_fn=end_with_parent(),
     ) as server:
         try:
             assert server.stdout is not None
@@ -152,7 +152,7 @@ class Job:
             failed = next((rank for rank, state in enumerate(states) if state), None)
             if failed is not None:
                 self._end(signal.SIGTERM)
-                return self._told(failed, states[failed] or 0)
+                return self._report_failure(failed, states[failed] or 0)
             if None not in states:
                 self._drain()
                 return 0
@@ -160,7 +160,7 @@ class Job:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         cores = len(os.sched_getaffinity(0))
-        own = {"OMP_NUM_THREADS": str(max(1, cores // len(self._environments))), **plain(os.environ)}
+        own = {"OMP_NUM_THREADS": str(max(1, cores // len(self._environments))), **without_launcher(os.environ)}
         output: Any = None
         if self._prefix:
             output = subprocess.PIPE
@@ -175,7 +175,7 @@ class Job:
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=ending_with_this(),
+            preexec_fn=end_with_parent(),
         )
         if self._prefix:
             reader = threading.Thread(target=self._show, args=(rank, process.stdout), daemon=True)
@@ -189,7 +189,7 @@ class Job:
                 sys.stdout.write(f"[{rank}] {line.decode(errors='replace').rstrip()}\n")
                 sys.stdout.flush()
 
-    def _told(self, rank: int, state: int) -> int:
+    def _report_failure(self, rank: int, state: int) -> int:
         """Say which rank has failed, and how. Return the exit status."""
         self._drain()
         status = state if state > 0 else 128 - state

@@ -22,10 +22,10 @@ class Table:
     def title(self, setting: Setting) -> str:
         """Return the title: framework, device, ranks, and whether the kernels are in use."""
         framework, facts = setting.framework, machine(setting.framework)
-        place = facts["gpu"] or f"{facts['cpu']}, {_counted(setting.threads, 'thread')}"
+        place = facts["gpu"] or f"{facts['cpu']}, {_format_count(setting.threads, 'thread')}"
         return (
             f"{framework.name} {facts[framework.name]} on {framework.device} ({place}); "
-            f"{_counted(setting.ranks, 'rank')}; {'kernels' if framework.native else 'reference implementation'}"
+            f"{_format_count(setting.ranks, 'rank')}; {'kernels' if framework.native else 'reference implementation'}"
         )
 
     def head(self) -> str:
@@ -37,12 +37,12 @@ class Table:
         low, high = result.spread
         cells = (
             f"{result.numel:,}",
-            *(scaled(value, SECONDS) for value in (result.median, low, high, result.copy)),
-            digits(result.ratio),
-            digits(result.gb_per_s),
-            digits(result.bits_per_element),
+            *(format_scaled(value, SECONDS) for value in (result.median, low, high, result.copy)),
+            format_digits(result.ratio),
+            format_digits(result.gb_per_s),
+            format_digits(result.bits_per_element),
             f"{result.error:.2g}",
-            "never" if result.break_even is None else scaled(result.break_even, GBITS),
+            "never" if result.break_even is None else format_scaled(result.break_even, GBITS),
             str(len(result.times)),
         )
         note = f"  not compressed: {result.unit.reason}" if result.unit.reason else ""
@@ -52,20 +52,20 @@ class Table:
         return align([[first, *cells]], range(1, len(WIDTHS) + 1), (self._first, *WIDTHS))[0]
 
 
-def _counted(n: int, what: str) -> str:
+def _format_count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+def format_scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     """Format a value with three digits, in the first unit that gives at least 1.
 
     A unit is a pair: its factor (how many of it make 1) and its name.
     """
     factor, unit = next((u for u in units if value * u[0] >= 0.9995), units[-1])
-    return f"{digits(value * factor)} {unit}"
+    return f"{format_digits(value * factor)} {unit}"
 
 
-def digits(value: float) -> str:
+def format_digits(value: float) -> str:
     """Format a value with three digits."""
     # For 999.5 and more, :.3g would use powers of ten.
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"

@@ -54,7 +54,7 @@ class TracedStep(LocalStep):
         self._count = 1 if unit.communicator.adds else ranks
         signature += [_form(f) for f in self._wire] * self._count
         signature += [tf.TensorSpec([], tf.bool)] * self._count * unit.guarded
-        graph = tf.function(self._traced, input_signature=signature, autograph=False)
+        graph = tf.function(self._run_graph, input_signature=signature, autograph=False)
         # TensorFlow counts the traces of a function in all instances, and warns of many when it is called.
         self._graph = graph.get_concrete_function()
 
@@ -71,13 +71,13 @@ class TracedStep(LocalStep):
         payloads = [payload[f.name] for payload in arrived.payloads for f in self._wire]
         return Done(*self._graph(gradient, tf.constant(step, tf.int64), *negotiated, *payloads, *arrived.flags))
 
-    def _traced(self, gradient: Array, step: Array, *arrays: Array) -> tuple[Any, ...]:
+    def _run_graph(self, gradient: Array, step: Array, *arrays: Array) -> tuple[Any, ...]:
         first, width = len(self.unit.proposed), len(self._wire)
         end = first + self._count * width
         negotiated, flat, flags = arrays[0] if first else None, arrays[first:end], arrays[end:]
         names = [f.name for f in self._wire]
         payloads = [dict(zip(names, flat[i : i + width], strict=True)) for i in range(0, len(flat), width)]
-        done, states = self.whole(gradient, self.states(0), step, Arrived(negotiated, payloads, list(flags)))
+        done, states = self.run_from(gradient, self.states(0), step, Arrived(negotiated, payloads, list(flags)))
         for kind, state in states.items():
             for key, value in state.items():
                 self._variables[kind][key].assign(value)

@@ -32,7 +32,7 @@ class Variant:
     @property
     def label(self) -> str:
         """The text that `parse_variants` reads."""
-        return ":".join([self.name, *(f"{key}={_written(value)}" for key, value in self.options.items())])
+        return ":".join([self.name, *(f"{key}={_format_value(value)}" for key, value in self.options.items())])
 
     def config(self, **shared: Any) -> dict[str, Any]:
         """Return the configuration. The variant's own options take precedence over those that several share.
@@ -79,7 +79,7 @@ def _parts(text: str) -> list[tuple[str, dict[str, Any]]]:
             continue
         name = _NAME.match(text, at)
         if name is None:
-            raise _refused(text)
+            raise _format_error(text)
         at, options = name.end(), {}
         while option := _OPTION.match(text, at):
             key = option[1]
@@ -88,7 +88,7 @@ def _parts(text: str) -> list[tuple[str, dict[str, Any]]]:
                 raise ConfigError(f"--compressors: '{key}' {why} in '{text}'; remove it.")
             options[key], at = _value(text, option.end())
         if at < len(text) and text[at] != ",":
-            raise _refused(text)
+            raise _format_error(text)
         found.append((name[0], options))
     return found
 
@@ -102,7 +102,7 @@ def _value(text: str, start: int) -> tuple[Any, int]:
             raise ConfigError(f"--compressors: '{text[start:]}' is not valid JSON: {error}.") from None
     plain = _PLAIN.match(text, start)
     if plain is None:
-        raise _refused(text)
+        raise _format_error(text)
     return read_value(plain[0]), plain.end()
 
 
@@ -114,14 +114,14 @@ def read_value(text: str) -> Any:
         return text
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return the shortest text that is read as the value."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value[0] not in '[{"' and read_value(value) == value:
         return value
     return json.dumps(value, separators=(",", ":"))
 
 
-def _refused(text: str) -> ConfigError:
+def _format_error(text: str) -> ConfigError:
     return ConfigError(f"--compressors: expected {FORM}; received '{text}'.")
 
 
@@ -132,10 +132,10 @@ def import_own(given: Sequence[str], option: str = "--import") -> list[str]:
     modules beside such a file can be imported, but do not take precedence over installed ones.
     Raises ConfigError, whatever the import raises.
     """
-    return [_imported(text, option) for text in given]
+    return [_import_module(text, option) for text in given]
 
 
-def _imported(text: str, option: str) -> str:
+def _import_module(text: str, option: str) -> str:
     path = Path(text).resolve() if text.endswith(".py") else None
     try:
         if path is None:

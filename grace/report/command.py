@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grace.bench.command import INTERRUPTED, add_import, completed_by
+from grace.bench.command import INTERRUPTED, add_import, set_completer
 from grace.bench.progress import Progress
 from grace.bench.variants import import_own
 from grace.core.errors import ConfigError
@@ -51,8 +51,8 @@ def add_report(commands: Any) -> None:
     add("--output", type=Path, metavar="FOLDER", help=folder)
     add("--codec", type=Path, metavar="FILE", help="results of `grace bench codec --json`, for the page")
     add_import(parser)
-    completed_by(names, lambda _: MODULES)
-    completed_by(methods, lambda _: _labels())
+    set_completer(names, lambda _: MODULES)
+    set_completer(methods, lambda _: _labels())
     parser.set_defaults(run=run_report)
 
 

@@ -360,7 +360,7 @@ def test_sizes_of_the_figure(bench, tmp_path, monkeypatch):
     [(12.34, "12.3 s"), (0.9996, "1 s"), (1.5e-3, "1.5 ms"), (99.96e-6, "100 us"), (999.6e-9, "1 us"), (5e-8, "50 ns")],
 )
 def test_seconds_are_readable(seconds, text):
-    assert table.scaled(seconds, table.SECONDS) == text
+    assert table.format_scaled(seconds, table.SECONDS) == text
 
 
 @pytest.mark.parametrize("seconds", [1.05e-6, 9.996e-5, 0.0105, 0.9994, 1.05, 105.0])

@@ -70,10 +70,10 @@ def test_one_bit_adam_sends_a_bit_per_element_after_its_warm_up(outer):
 
 def test_utilisation(outer, monkeypatch):
     monkeypatch.setattr(outer, "COMPUTE", 0.5)
-    assert outer.utilisation("synchronous", outer.LINK / 16) == 0.5
+    assert outer.compute_utilisation("synchronous", outer.LINK / 16) == 0.5
     # Three fragments of five steps each, of 30: half of the computation covers the exchange.
-    assert outer.utilisation("streaming DiLoCo", outer.LINK / 32) == 1
-    assert outer.utilisation("streaming DiLoCo", outer.LINK / 16) == pytest.approx(0.5 / 0.75)
+    assert outer.compute_utilisation("streaming DiLoCo", outer.LINK / 32) == 1
+    assert outer.compute_utilisation("streaming DiLoCo", outer.LINK / 16) == pytest.approx(0.5 / 0.75)
 
 
 def test_outer_steps_are_the_published_recursions(outer, monkeypatch):

@@ -65,7 +65,7 @@ def finished(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def shaping():
-    if network.way() is None:
+    if network.find_namespace_command() is None:
         pytest.skip("no network namespaces with tbf here, not even within a user namespace")
 
 
@@ -557,10 +557,10 @@ def test_nothing_is_left_after_an_interruption(number):
 def test_a_process_that_stays_in_a_node_is_killed_with_the_network(way, monkeypatch):
     """With the rights of root, and within a user namespace, where users keep their number."""
     monkeypatch.setattr(network, "WAYS", [way])
-    network.way.cache_clear()
+    network.find_namespace_command.cache_clear()
     code = "import os, time; print(os.getuid(), open('/etc/hosts').read().split()[0], flush=True); time.sleep(99)"
     try:
-        if network.way() is None:
+        if network.find_namespace_command() is None:
             pytest.skip("no network namespaces this way here")
         with network.Network(2, "1gbit") as made:
             assert made.environment() == {}
@@ -573,7 +573,7 @@ def test_a_process_that_stays_in_a_node_is_killed_with_the_network(way, monkeypa
             assert left.stdout.readline() == f"{os.getuid()} 127.0.0.1\n"
             (inside,) = namespaces(left.pid)
     finally:
-        network.way.cache_clear()
+        network.find_namespace_command.cache_clear()
     with left:
         assert left.wait(10) == -signal.SIGKILL
     assert inside not in everywhere()
@@ -582,7 +582,7 @@ def test_a_process_that_stays_in_a_node_is_killed_with_the_network(way, monkeypa
 @needs_shaping
 def test_a_failure_of_the_network_names_the_command(tmp_path, monkeypatch):
     # Otherwise this tc would fail in the trial already, and the ranks would be paced.
-    assert network.way() is not None
+    assert network.find_namespace_command() is not None
     (tmp_path / "tc").write_text("#!/bin/sh\necho no tbf today >&2; exit 1\n")
     (tmp_path / "tc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -594,7 +594,7 @@ def test_a_failure_of_the_network_names_the_command(tmp_path, monkeypatch):
 
 def test_without_namespaces_the_connections_are_paced(monkeypatch):
     """40 Mbit take 0.4 s at 100 Mbit/s, less the first burst; on a busy machine longer."""
-    monkeypatch.setattr(network, "way", lambda: None)
+    monkeypatch.setattr(network, "find_namespace_command", lambda: None)
     receiver = (
         "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
         "c = s.accept()[0]\nn = 0\nwhile n < 5_000_000: n += len(c.recv(1 << 16))\nc.sendall(b'.')"
@@ -618,7 +618,7 @@ def test_without_namespaces_the_connections_are_paced(monkeypatch):
 
 def test_pacing_keeps_the_users_own_sitecustomize(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = 'here'")
-    monkeypatch.setattr(network, "way", lambda: None)
+    monkeypatch.setattr(network, "find_namespace_command", lambda: None)
     environment = {**os.environ, **network.Network(1, "1gbit").environment({"PYTHONPATH": str(tmp_path)})}
     code = "import sys, threading; print(sys.mine, threading.active_count())"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
@@ -775,7 +775,7 @@ def test_what_is_installed_is_the_default(monkeypatch, missing, arguments, frame
     seen = []
     monkeypatch.setattr(step_command, "installed", without(*missing))
     monkeypatch.setattr(step_command, "_time", lambda setting, methods, plot: seen.append((setting, methods)))
-    monkeypatch.setattr(step_command, "run_step", step_command._checked)
+    monkeypatch.setattr(step_command, "run_step", step_command._make_run)
     cli.main(["bench", "step", "--link", "none", "--compressors", "topk,none", *arguments])
     ((setting, methods),) = seen
     assert setting.framework == framework
@@ -851,7 +851,7 @@ def test_a_function_that_builds_no_model_is_refused(tmp_path):
 
 
 def test_what_pacing_cannot_do_is_refused(monkeypatch):
-    monkeypatch.setattr(network, "way", lambda: None)
+    monkeypatch.setattr(network, "find_namespace_command", lambda: None)
     network.check_link("1gbit", None)
     for latency, local_size, option in (("100us", 1, "--latency"), (None, 2, "--nodes")):
         with pytest.raises(ConfigError, match=rf"{option} needs network namespaces.*as root .*leave {option} out"):

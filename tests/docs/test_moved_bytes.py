@@ -59,17 +59,17 @@ def test_every_method_and_every_program_is_in_it():
 @pytest.mark.parametrize(("name", "communicator", "size"), cells())
 def test_it_says_what_ranks_send(name, communicator, size):
     row = BY_METHOD[name][communicator]
-    assert row["bytes"][str(size)] == pytest.approx(moved_bytes.moved(name, communicator, size), rel=0.01)
-    assert (size in row["auto"]) == (moved_bytes.chosen(name, size) == communicator)
+    assert row["bytes"][str(size)] == pytest.approx(moved_bytes.measure_bytes(name, communicator, size), rel=0.01)
+    assert (size in row["auto"]) == (moved_bytes.find_choice_of_auto(name, size) == communicator)
 
 
 def test_methods_whose_bytes_depend_on_the_data_have_more_steps():
-    assert list(OVER_STEPS) == moved_bytes.by_data()
+    assert list(OVER_STEPS) == moved_bytes.list_data_dependent()
 
 
 @pytest.mark.parametrize(("name", "size"), [("adaptive", 4), ("gradiveq", 2), ("variance", 4), ("atomo", 2)])
 def test_more_steps_say_what_ranks_send(name, size):
-    assert OVER_STEPS[name][str(size)] == pytest.approx(moved_bytes.over_steps(name, size), rel=0.01)
+    assert OVER_STEPS[name][str(size)] == pytest.approx(moved_bytes.measure_mean_bytes(name, size), rel=0.01)
 
 
 @pytest.mark.parametrize("name", sorted(set(BY_METHOD) - OTHERS))

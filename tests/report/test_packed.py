@@ -37,18 +37,18 @@ def trained():
 def file(study, trained, tmp_path):
     path = tmp_path / "study" / "mf.json"
     path.parent.mkdir()
-    study.tables.save(path, study.packed(trained))
+    study.tables.save(path, study.pack_task(trained))
     return path
 
 
 def test_a_file_has_all_of_a_result_but_late_digits_and_folders(study, trained, file):
-    found = study.results(json.loads(file.read_text(encoding="utf-8")))
+    found = study.load_results(json.loads(file.read_text(encoding="utf-8")))
     assert len(file.read_text(encoding="utf-8").splitlines()) < 30
     assert "/a/folder" not in file.read_text(encoding="utf-8")
     for new, old in zip(found, trained, strict=True):
         assert new.keys() == old.keys()
         assert new["command"] == "grace report --tasks mf"
-        assert {**new, "command": 0} == {**study._rounded(old), "command": 0}
+        assert {**new, "command": 0} == {**study._round(old), "command": 0}
         assert new["loss"] == pytest.approx(old["loss"], rel=1e-4)
         assert study.is_current(new)
 
@@ -87,7 +87,7 @@ def test_results_of_other_defaults_are_left_out(study, trained, file, tmp_path):
     text = file.read_text(encoding="utf-8")
     assert '"compress_ratio": 0.1' in text
     file.write_text(text.replace('"compress_ratio": 0.1', '"compress_ratio": 0.2'), encoding="utf-8")
-    current = [study.is_current(found) for found in study.results(json.loads(file.read_text(encoding="utf-8")))]
+    current = [study.is_current(found) for found in study.load_results(json.loads(file.read_text(encoding="utf-8")))]
     assert current == [True, True, False, False]
     study.unpack(file.parent, tmp_path / "folder")
     assert len(list((tmp_path / "folder/cells").iterdir())) == 2
@@ -96,14 +96,14 @@ def test_results_of_other_defaults_are_left_out(study, trained, file, tmp_path):
 def test_an_option_that_is_new_in_grace_has_its_default_in_old_results(study, trained, file):
     data = json.loads(file.read_text(encoding="utf-8"))
     del data["configs"]["topk 10 %"]["checksum"]
-    assert all(map(study.is_current, study.results(data)))
+    assert all(map(study.is_current, study.load_results(data)))
 
 
 @pytest.mark.parametrize("config", [{"compressor": {"name": "gone"}}, {"compressor": {"name": "topk", "gone": 1}}])
 def test_what_grace_no_longer_has_is_left_out(study, trained, file, config):
     data = json.loads(file.read_text(encoding="utf-8"))
     data["configs"]["topk 10 %"] = config
-    assert [study.is_current(found) for found in study.results(data)] == [True, True, False, False]
+    assert [study.is_current(found) for found in study.load_results(data)] == [True, True, False, False]
 
 
 def test_errors_and_unknown_methods_are_not_kept(study, trained, tmp_path):
@@ -117,7 +117,7 @@ def test_errors_and_unknown_methods_are_not_kept(study, trained, tmp_path):
 
 
 def test_the_study_has_every_method_on_four_ranks(study):
-    usual = [part for part in study.parts() if part[part.index("--ranks") + 1] == "4"]
+    usual = [part for part in study.list_parts() if part[part.index("--ranks") + 1] == "4"]
     names = [part[part.index("--methods") + 1 :] if "--methods" in part else tuple(methods()) for part in usual]
     labels = {*itertools.chain(*names)}
     assert labels >= {*methods(), *(name for name, _ in compressors.ready())}

@@ -29,7 +29,7 @@ def quality():
 
 @pytest.fixture(scope="module")
 def dense(quality):
-    return quality.loss(DENSE, 0)
+    return quality.measure_loss(DENSE, 0)
 
 
 def test_the_file_has_every_method_that_needs_no_options():
@@ -42,7 +42,7 @@ def test_the_file_has_every_method_that_needs_no_options():
     "name", [pytest.param(name, marks=[pytest.mark.slow] * of_literature(name)) for name in DISTANCES]
 )
 def test_a_method_ends_as_near_to_uncompressed_training_as_it_did(quality, dense, name):
-    loss = quality.loss(name, 0)
+    loss = quality.measure_loss(name, 0)
     if DISTANCES[name] is None:
         assert loss is None, f"{name} diverged when the file was written; write it again"
     else:
@@ -60,7 +60,7 @@ def test_a_method_ends_as_near_to_uncompressed_training_as_it_did(quality, dense
     ],
 )
 def test_a_worse_default_would_be_noticed(quality, dense, name, options):
-    loss = quality.loss(name, 0, **options)
+    loss = quality.measure_loss(name, 0, **options)
     assert loss is None or loss - dense > DISTANCES[name]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from grace.bench.step.methods import Method
 from grace.bench.step.run import Bed, Result, Setting
-from grace.bench.step.table import figures, place
-from grace.bench.table import digits
+from grace.bench.step.table import describe_run, figures
+from grace.bench.table import format_digits
 
 # The parts of the overhead, in the order of the table.
 PARTS = ("passes", "arithmetic", "Python", "compute", "waiting", "threads", "faults")
@@ -60,10 +60,10 @@ def account(setting: Setting, methods: list[Method], progress: Callable[[str], N
     with Bed(setting, progress, metered=True) as bed:
         results = bed.measure(methods)
     compute, *others = results
-    return compute, [_split(result, compute) for result in others]
+    return compute, [_split_time(result, compute) for result in others]
 
 
-def _split(result: Result, compute: Result) -> Account:
+def _split_time(result: Result, compute: Result) -> Account:
     mine, base = _mean(result), _mean(compute)
     bandwidth, fault = mine["copy_bandwidth"], mine["fault_s"]
     in_kernels = mine["kernels"] - mine["kernel_faults"] * fault
@@ -105,7 +105,7 @@ def lines(compute: Result, accounts: Sequence[Account]) -> list[str]:
     """Return the title, the headings and one line per method; times in milliseconds."""
     bandwidth = _mean(compute)["copy_bandwidth"]
     title = (
-        f"{place(compute.setting)}; ms per step; compute {compute.median * MS:.1f} ms; "
+        f"{describe_run(compute.setting)}; ms per step; compute {compute.median * MS:.1f} ms; "
         f"copy {2e3 * compute.gradient_bytes / bandwidth:.1f} ms ({bandwidth * 1e-9:.1f} GB/s per rank)"
     )
     return [title, *figures(["method", *HEAD], *([each.method.label, *_cells(each)] for each in accounts))]
@@ -116,6 +116,6 @@ def _cells(found: Account) -> list[str]:
     return [
         f"{found.step * MS:.1f}",
         f"{found.overhead * MS:.1f}",
-        digits(found.copies),
+        format_digits(found.copies),
         *(f"{seconds * MS:.1f}" for seconds in times),
     ]

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grace.bench.command import INTERRUPTED, add_variants, check_plot, check_writable, completed_by
+from grace.bench.command import INTERRUPTED, add_variants, check_plot, check_writable, set_completer
 from grace.bench.progress import Progress
 from grace.bench.step import original
-from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, compared
+from grace.bench.step.methods import BASELINES, LAUNCHERS, Method, with_references
 from grace.bench.step.models import NAMES
 from grace.bench.step.network import LINKS, MOST_RANKS, check_link
 from grace.bench.step.own import check_model
@@ -83,7 +83,7 @@ def add_step(commands: Any) -> None:
         (launcher, LAUNCHERS),
         (framework, FRAMEWORKS),
     ):
-        completed_by(action, lambda _, words=words: words)
+        set_completer(action, lambda _, words=words: words)
     add("--rounds", type=int, metavar="N", help=f"turns per method (default: {ROUNDS})")
     add("--steps", type=int, default=5, metavar="N", help="timed steps per turn (default: 5)")
     sweep = "tune bucket_bytes, split_bytes, granularity and, with Horovod, its cycle time, one after the other"
@@ -112,7 +112,7 @@ def add_network(parser: argparse.ArgumentParser, default: str | None = "1gbit") 
     add("--nodes", metavar="NxR", help=f"{nodes}among each other")
     shown = "" if default is None else f" (default: {default})"
     link = add("--link", default=default, help=f"{', '.join(LINKS)}, or another rate such as 300mbit{shown}")
-    completed_by(link, lambda _: LINKS)
+    set_completer(link, lambda _: LINKS)
     add("--latency", metavar="TIME", help="additional delay per packet, such as 100us; needs netem in the kernel")
 
 
@@ -135,9 +135,9 @@ def run_step(args: argparse.Namespace) -> int:
 
     Raises GraceError for wrong arguments, before anything is measured, and if a rank fails.
     """
-    run = _checked(args)
+    run = _make_run(args)
     try:
-        with ended_by_signals(), Progress(run.steps) as progress:
+        with interrupt_on_signals(), Progress(run.steps) as progress:
             lines, found = run.act(progress.next)
     except KeyboardInterrupt:
         print("grace bench: interrupted; all ranks and namespaces are removed", file=sys.stderr)
@@ -149,7 +149,7 @@ def run_step(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def interrupt_on_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt for the signals whose default action would leave ranks behind."""
     # nohup ignores SIGHUP; so it stays ignored.
     ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
@@ -168,7 +168,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _checked(args: argparse.Namespace) -> Run:
+def _make_run(args: argparse.Namespace) -> Run:
     """Return the run that the arguments describe. Raises ConfigError if they are wrong."""
     _check_together(args)
     rounds = ROUNDS if args.rounds is None else args.rounds
@@ -178,11 +178,11 @@ def _checked(args: argparse.Namespace) -> Run:
     ranks, local_size = read_network(args)
     check_model(args.model)
     framework = _framework(args.framework)
-    launchers = _split(args.launcher or ["torch" if framework == "torch" else "horovod"])
+    launchers = _split_names(args.launcher or ["torch" if framework == "torch" else "horovod"])
     for name in launchers:
         _check("--launcher", name, tuple(LAUNCHERS))
         _check_library("--launcher", name, LAUNCHERS[name].library, framework)
-    baselines = _split(args.baselines or [])
+    baselines = _split_names(args.baselines or [])
     for name in baselines:
         _check("--baselines", name, tuple(BASELINES))
         _check_original(name, framework)
@@ -204,7 +204,7 @@ def _checked(args: argparse.Namespace) -> Run:
     ]
     if args.sweep:
         return _sweep(setting, compressing, args)
-    methods = compared([*map(Method, baselines), *compressing], launchers[0])
+    methods = with_references([*map(Method, baselines), *compressing], launchers[0])
     if args.account:
         if setting.framework != "torch":
             raise ConfigError("--account: a graph of TensorFlow does not tell its parts; use --framework torch.")
@@ -260,7 +260,7 @@ def _check_original(name: str, framework: str) -> None:
         return
     if framework != "torch":
         raise ConfigError(f"--baselines: '{name}' needs PyTorch; leave it out, or use --framework torch.")
-    if original.missing():
+    if original.is_missing():
         raise ConfigError(
             f"--baselines: '{name}' needs the original GRACE, and the package 'grace_dl' is not installed. "
             "Install it, or put its sources on PYTHONPATH."
@@ -272,7 +272,7 @@ def _check(option: str, name: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{option}: unknown name '{name}'.{nearest(name, known)}")
 
 
-def _split(given: Sequence[str]) -> list[str]:
+def _split_names(given: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for text in given for name in text.split(",") if name))
 
 
@@ -300,7 +300,7 @@ def parse_numbers(option: str, given: Sequence[str], kind: type[T]) -> list[T]:
     Raises ConfigError unless all are finite numbers of the kind, 0 or more, and there is at least one.
     """
     try:
-        numbers = list(dict.fromkeys(kind(text) for text in _split(given)))
+        numbers = list(dict.fromkeys(kind(text) for text in _split_names(given)))
     except ValueError:
         numbers = []
     if not numbers or not all(0 <= number < float("inf") for number in numbers):
@@ -329,10 +329,10 @@ def _time(setting: Setting, methods: list[Method], plot: Path | None) -> Run:
 
 
 def _memory(setting: Setting, methods: list[Method]) -> Run:
-    from grace.bench.step.memory import lines, weigh
+    from grace.bench.step.memory import lines, measure_memory
 
     def act(progress: Callable[[str], None]) -> tuple[list[str], list[dict[str, Any]]]:
-        weights = weigh(setting, methods, progress)
+        weights = measure_memory(setting, methods, progress)
         return lines(weights), [weight.to_dict(weights[0]) for weight in weights]
 
     return Run(len(methods), act)
@@ -349,9 +349,9 @@ def _account(setting: Setting, methods: list[Method]) -> Run:
 
 
 def _sweep(setting: Setting, methods: list[Method], args: argparse.Namespace) -> Run:
-    from grace.bench.step.sweep import BUCKET_BYTES, CYCLES_MS, SPLIT_BYTES, choices, lines, sweep, visits
+    from grace.bench.step.sweep import BUCKET_BYTES, CYCLES_MS, SPLIT_BYTES, choices, count_visits, lines, sweep
 
-    def given(option: str, kind: type, default: Sequence[Any]) -> Sequence[Any]:
+    def parse_option(option: str, kind: type, default: Sequence[Any]) -> Sequence[Any]:
         values = getattr(args, option)
         return default if values is None else parse_numbers(f"--{option.replace('_', '-')}", values, kind)
 
@@ -361,9 +361,9 @@ def _sweep(setting: Setting, methods: list[Method], args: argparse.Namespace) ->
     if args.cycle_times is not None and not horovod:
         raise ConfigError("--cycle-times are Horovod's; add --launcher horovod, or leave them out.")
     tried = choices(
-        given("bucket_bytes", int, BUCKET_BYTES),
-        given("split_bytes", int, SPLIT_BYTES),
-        given("cycle_times", float, CYCLES_MS) if horovod else (),
+        parse_option("bucket_bytes", int, BUCKET_BYTES),
+        parse_option("split_bytes", int, SPLIT_BYTES),
+        parse_option("cycle_times", float, CYCLES_MS) if horovod else (),
     )
     for method in methods:
         for key in setting.options_of(method):
@@ -375,4 +375,4 @@ def _sweep(setting: Setting, methods: list[Method], args: argparse.Namespace) ->
         trials = sweep(setting, methods, tried, progress)
         return lines(trials), [trial.to_dict() for trial in trials]
 
-    return Run(visits(setting, methods, tried), act)
+    return Run(count_visits(setting, methods, tried), act)

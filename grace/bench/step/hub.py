@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from grace.bench.step.network import BRIDGE, INTERFACE, PORT, failed, limits
+from grace.bench.step.network import BRIDGE, INTERFACE, PORT, failure_text, tc_limits
 from grace.core.errors import GraceError
 
 # The namespaces of a node live as long as this shell, which ends with its input.
@@ -32,7 +32,7 @@ def make(order: dict[str, Any]) -> list[subprocess.Popen[str]]:
         _run("ip", "link", "set", device, "up")
     nodes = []
     for number, address in enumerate(order["nodes"]):
-        holder = _hold(address, others=order["nodes"])
+        holder = _start_holder(address, others=order["nodes"])
         nodes.append(holder)
         inside, port = ("nsenter", f"--target={holder.pid}", "--net"), PORT.format(number)
         _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(holder.pid))
@@ -40,8 +40,8 @@ def make(order: dict[str, Any]) -> list[subprocess.Popen[str]]:
         _run("ip", "link", "set", port, "master", BRIDGE)
         for place, device in ((inside, "lo"), (inside, INTERFACE), ((), port)):
             _run(*place, "ip", "link", "set", device, "up")
-        _shape(inside, INTERFACE, order["rate"], order["latency"])
-        _shape((), port, order["rate"], None)
+        _limit_device(inside, INTERFACE, order["rate"], order["latency"])
+        _limit_device((), port, order["rate"], None)
     return nodes
 
 
@@ -57,7 +57,7 @@ def kill_all_in(holders: Sequence[subprocess.Popen[str]]) -> None:
         holder.wait()
 
 
-def _hold(address: str, others: Sequence[str]) -> subprocess.Popen[str]:
+def _start_holder(address: str, others: Sequence[str]) -> subprocess.Popen[str]:
     # Horovod looks up the host's name and must find the namespace's address. PyTorch looks up names of addresses.
     names = {"127.0.0.1": "localhost"} | {other: f"node{n}" for n, other in enumerate(others)}
     names[address] = os.uname().nodename
@@ -80,9 +80,9 @@ def _hold(address: str, others: Sequence[str]) -> subprocess.Popen[str]:
         return holder
 
 
-def _shape(place: Sequence[str], device: str, rate: int, latency: str | None) -> None:
+def _limit_device(place: Sequence[str], device: str, rate: int, latency: str | None) -> None:
     tc = (*place, "tc", "qdisc", "add", "dev", device)
-    _run(*tc, "root", "handle", "1:", "tbf", *limits(rate))
+    _run(*tc, "root", "handle", "1:", "tbf", *tc_limits(rate))
     if latency is not None:
         _run(*tc, "parent", "1:1", "netem", "delay", latency, "limit", "100000")
 
@@ -93,7 +93,7 @@ def _run(*command: str) -> None:
         hint = ""
         if "netem" in command:
             hint = " This kernel has no netem (module sch_netem): leave --latency out."
-        raise GraceError(failed(command, done.stderr or done.stdout) + hint)
+        raise GraceError(failure_text(command, done.stderr or done.stdout) + hint)
 
 
 def main() -> None:
@@ -101,15 +101,15 @@ def main() -> None:
     nodes: list[subprocess.Popen[str]] = []
     try:
         nodes = make(json.loads(sys.stdin.readline()))
-        _say({"nodes": [holder.pid for holder in nodes]})
+        _write_line({"nodes": [holder.pid for holder in nodes]})
         sys.stdin.read()
     except GraceError as error:
-        _say({"error": str(error)})
+        _write_line({"error": str(error)})
     finally:
         kill_all_in(nodes)
 
 
-def _say(what: dict[str, Any]) -> None:
+def _write_line(what: dict[str, Any]) -> None:
     # The reader may have ended.
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(what), flush=True)

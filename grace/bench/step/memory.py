@@ -10,8 +10,8 @@ from grace.bench.step.methods import Method
 from grace.bench.step.network import Network
 from grace.bench.step.ranks import Ranks
 from grace.bench.step.run import WARM_UP, Setting
-from grace.bench.step.table import BYTES, figures, place
-from grace.bench.table import digits, scaled
+from grace.bench.step.table import BYTES, describe_run, figures
+from grace.bench.table import format_digits, format_scaled
 
 HEAD = ("peak", "/ gradients", "exchange", "/ gradients")
 
@@ -52,7 +52,7 @@ class Weight:
         }
 
 
-def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], None]) -> list[Weight]:
+def measure_memory(setting: Setting, methods: list[Method], progress: Callable[[str], None]) -> list[Weight]:
     """Measure the peak memory of each method, in the given order, in new processes.
 
     Calls `progress(text)` before each method. Raises GraceError if the network cannot be made or a rank fails.
@@ -72,7 +72,7 @@ def weigh(setting: Setting, methods: list[Method], progress: Callable[[str], Non
 def lines(weights: Sequence[Weight]) -> list[str]:
     """Return the title, the headings and one line per method. The first weight must be the step without exchange."""
     compute = weights[0]
-    title = f"{place(compute.setting)}; gradients of {scaled(compute.gradient_bytes, BYTES)}"
+    title = f"{describe_run(compute.setting)}; gradients of {format_scaled(compute.gradient_bytes, BYTES)}"
     rows = ([weight.method.label, *_cells(weight.to_dict(compute))] for weight in weights)
     return [title, *figures(["method", *HEAD], *rows)]
 
@@ -81,8 +81,8 @@ def _cells(found: dict[str, Any]) -> list[str]:
     # The difference may be negative, because the kernel's count is not exact.
     sign = "-" if found["exchange_bytes"] < 0 else ""
     return [
-        scaled(found["peak_bytes"], BYTES),
-        digits(found["peak_over_gradients"]),
-        sign + scaled(abs(found["exchange_bytes"]), BYTES),
+        format_scaled(found["peak_bytes"], BYTES),
+        format_digits(found["peak_over_gradients"]),
+        sign + format_scaled(abs(found["exchange_bytes"]), BYTES),
         f"{found['exchange_over_gradients']:.3g}",
     ]

@@ -85,7 +85,7 @@ class Meter:
         setattr(owner, name, watched(plain))
 
     def _now(self) -> dict[str, Any]:
-        tasks = {int(task): _scheduled(task) for task in os.listdir("/proc/self/task")}
+        tasks = {int(task): _read_schedule(task) for task in os.listdir("/proc/self/task")}
         cpu, delayed = tasks[self._thread]
         others = sum(ran for task, (ran, _) in tasks.items() if task != self._thread)
         return {
@@ -93,7 +93,7 @@ class Meter:
             "cpu": cpu,
             "delayed": delayed,
             "others": others,
-            "faults": _faults(),
+            "faults": _count_faults(),
         }
 
     def _kernel(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,10 +101,10 @@ class Meter:
 
         @functools.wraps(plain)
         def run(kernel: str, inputs: Any, *rest: Any) -> Any:
-            faults, start = _faults(), time.thread_time()
+            faults, start = _count_faults(), time.thread_time()
             results = plain(kernel, inputs, *rest)
             spent.kernels += time.thread_time() - start
-            spent.kernel_faults += _faults() - faults
+            spent.kernel_faults += _count_faults() - faults
             spent.kernel_bytes += _size(inputs[1:] if kernel in SPARSE else inputs) + _size(results)
             return results
 
@@ -125,22 +125,22 @@ class Meter:
         return call
 
 
-def facts() -> dict[str, float]:
+def measure_machine() -> dict[str, float]:
     """Return `copy_bandwidth`, bytes that a copy reads and writes per second, and `fault_s`, the time per fresh page.
 
     Ranks that call it together share the bandwidth of the memory, as they do in a step.
     """
     source = np.ones(COPIED // 8)
     target = np.ones_like(source)
-    bandwidth = 2 * COPIED / min(_timed(lambda: np.copyto(target, source)) for _ in range(TRIES))
+    bandwidth = 2 * COPIED / min(_time_call(lambda: np.copyto(target, source)) for _ in range(TRIES))
     costs = []
     for _ in range(TRIES):
-        before = _faults()
+        before = _count_faults()
         with mmap.mmap(-1, COPIED) as fresh:
             view = np.frombuffer(fresh, dtype=np.uint8)
-            seconds = _timed(lambda view=view: view[:: mmap.PAGESIZE].fill(1))  # type: ignore[misc]
+            seconds = _time_call(lambda view=view: view[:: mmap.PAGESIZE].fill(1))  # type: ignore[misc]
             del view
-        costs.append(seconds / max(1, _faults() - before))
+        costs.append(seconds / max(1, _count_faults() - before))
     return {"copy_bandwidth": bandwidth, "fault_s": min(costs)}
 
 
@@ -149,13 +149,13 @@ def per_step(spent: Spent, steps: int) -> dict[str, float]:
     return {name: value / steps for name, value in asdict(spent).items()}
 
 
-def _timed(act: Callable[[], Any]) -> float:
+def _time_call(act: Callable[[], Any]) -> float:
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
 
 
-def _scheduled(task: str) -> tuple[float, float]:
+def _read_schedule(task: str) -> tuple[float, float]:
     """Return the seconds that a thread ran, and those for which it waited for a core; zeros if it has ended."""
     try:
         ran, waited, _ = Path(f"/proc/self/task/{task}/schedstat").read_text().split()
@@ -164,7 +164,7 @@ def _scheduled(task: str) -> tuple[float, float]:
     return int(ran) * 1e-9, int(waited) * 1e-9
 
 
-def _faults() -> int:
+def _count_faults() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 

@@ -75,19 +75,19 @@ class Method:
         return f"{text} ({self.launcher})" if self.compresses and self.launcher != "torch" else text
 
 
-def compared(methods: list[Method], launcher: str) -> list[Method]:
+def with_references(methods: list[Method], launcher: str) -> list[Method]:
     """Return the methods after the two that they are compared with: a step without exchange, and a baseline."""
     first = [Method(COMPUTE, launcher=launcher), Method(LAUNCHERS[launcher].reference)]
     return [*first, *(method for method in methods if method not in first)]
 
 
-def kept(exchange: Any) -> int:
+def count_memory_bytes(exchange: Any) -> int:
     """Return the bytes that this rank's memories keep between steps."""
     tensors = exchange.state_dict()["tensors"].values()
     return sum(x.nbytes for tensor in tensors for x in tensor["memory"].values())
 
 
-def hops(exchange: Any, ranks: int) -> int:
+def count_hop_bytes(exchange: Any, ranks: int) -> int:
     """Return the bytes that a rank sends in a step, over all hops of Gloo's rings, from `stats()` of the last step.
 
     `copies` has the factors: 2 (ranks - 1) / ranks for an allreduce, 1 for an alltoall, else ranks - 1.

@@ -64,12 +64,12 @@ def vgg() -> tuple[keras.Model, Callable[[], Any]]:
 def resnet() -> tuple[keras.Model, Callable[[], Any]]:
     """Return ResNet-20 for 32 x 32 images with 0.27 M parameters, and its loss on eight random images."""
 
-    def convolved(x: Any, width: int, stride: int = 1) -> Any:
+    def convolve(x: Any, width: int, stride: int = 1) -> Any:
         x = layers.Conv2D(width, 3, stride, padding="same", use_bias=False)(x)
         return layers.BatchNormalization()(x)
 
     given = keras.Input((32, 32, 3))
-    x, channels = layers.ReLU()(convolved(given, 16)), 16
+    x, channels = layers.ReLU()(convolve(given, 16)), 16
     for width in (16, 32, 64):
         for i in range(3):
             stride = 2 if i == 0 and width > 16 else 1
@@ -77,7 +77,7 @@ def resnet() -> tuple[keras.Model, Callable[[], Any]]:
             if width > channels:
                 straight = layers.Concatenate()([straight, straight])
                 channels = width
-            found = convolved(layers.ReLU()(convolved(x, width, stride)), width)
+            found = convolve(layers.ReLU()(convolve(x, width, stride)), width)
             x = layers.ReLU()(layers.Add()([found, straight]))
     x = layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x))
     return _classifier(keras.Model(given, x), (8, 32, 32, 3), CLASSES)

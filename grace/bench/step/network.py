@@ -74,7 +74,7 @@ def rate_of(link: str, option: str = "--link") -> int | None:
 
 
 @functools.cache
-def way() -> tuple[str, ...] | None:
+def find_namespace_command() -> tuple[str, ...] | None:
     """Return the command that enters new namespaces, None if this machine or this user cannot have any."""
     path = _with_tools()
     if not all(shutil.which(name, path=path["PATH"]) for name in ("unshare", "nsenter", "ip", "tc", "mount")):
@@ -92,7 +92,7 @@ def check_link(link: str, latency: str | None, local_size: int = 1) -> None:
     for option, given in (("--latency", latency is not None), ("--nodes", local_size > 1)):
         if given and not limited:
             raise ConfigError(f"{option} needs a link with limited bandwidth; choose one, for example --link 1gbit.")
-        if given and way() is None:
+        if given and find_namespace_command() is None:
             raise ConfigError(
                 f"{option} needs network namespaces, which need root, or a kernel that lets users have them, and the "
                 "commands unshare and nsenter (util-linux), ip and tc (iproute2); run the command as root (sudo), or "
@@ -102,7 +102,7 @@ def check_link(link: str, latency: str | None, local_size: int = 1) -> None:
         raise ConfigError(f"--latency: expected a time such as 100us or 2ms, received '{latency}'.")
 
 
-def limits(rate: int) -> tuple[str, ...]:
+def tc_limits(rate: int) -> tuple[str, ...]:
     """Return the words of `tc` for a queue that passes so many bits per second.
 
     The token bucket holds 1 ms of traffic, and at least two packets of 64 KiB. The queue is larger than a socket's send
@@ -112,16 +112,16 @@ def limits(rate: int) -> tuple[str, ...]:
     return "rate", f"{rate}bit", "burst", str(burst), "limit", str(64 * 1024 * 1024)
 
 
-def failed(command: Sequence[str], said: str) -> str:
+def failure_text(command: Sequence[str], said: str) -> str:
     """Return the error of a command that failed while a network was made or changed."""
     return f"cannot make the test network: '{' '.join(command)}' failed: {said.strip()}."
 
 
-def limited_by(link: str) -> str:
+def limit_kind(link: str) -> str:
     """Return how a link is made on this machine: "namespaces", "pacing", or "nothing" without a limit."""
     if rate_of(link) is None:
         return "nothing"
-    return "pacing" if way() is None else "namespaces"
+    return "pacing" if find_namespace_command() is None else "namespaces"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Node:
         """Return the command line that runs a command there, in the current folder."""
         if self.namespace is None:
             return list(words)
-        user = ["--user", "--preserve-credentials"] if "--user" in (way() or ()) else []
+        user = ["--user", "--preserve-credentials"] if "--user" in (find_namespace_command() or ()) else []
         return ["nsenter", f"--target={self.namespace}", *user, "--net", "--mount", "--wd", "--", *words]
 
 
@@ -159,7 +159,7 @@ class Network:
         self._hub: subprocess.Popen[str] | None = None
         self.hub = Node(None, "127.0.0.1", "lo")
         self.nodes = [self.hub] * ranks
-        self._paced = self._rate is not None and way() is None
+        self._paced = self._rate is not None and find_namespace_command() is None
 
     def environment(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return variables with which the ranks keep the limit, if their place does not enforce it."""
@@ -178,11 +178,11 @@ class Network:
         nodes = list(dict.fromkeys(self.nodes))
         ends = [(node, INTERFACE) for node in nodes] + [(self.hub, PORT.format(n)) for n in range(len(nodes))]
         for place, device in ends:
-            tc = ("tc", "qdisc", "change", "dev", device, "root", "handle", "1:", "tbf", *limits(rate))
+            tc = ("tc", "qdisc", "change", "dev", device, "root", "handle", "1:", "tbf", *tc_limits(rate))
             words = place.command(tc)
             done = subprocess.run(words, env=_with_tools(), capture_output=True, text=True, check=False)
             if done.returncode:
-                raise GraceError(failed(words, done.stderr))
+                raise GraceError(failure_text(words, done.stderr))
 
     def __enter__(self) -> Network:
         if self._rate is not None and not self._paced:
@@ -203,7 +203,7 @@ class Network:
         addresses = [ADDRESS.format(number + 2) for number in dict.fromkeys(numbers)]
         order = {"hub": ADDRESS.format(1), "nodes": addresses, "rate": rate, "latency": self._latency}
         self._hub = subprocess.Popen(
-            [*(way() or ()), *python(HUB)],
+            [*(find_namespace_command() or ()), *python(HUB)],
             env=_with_tools(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

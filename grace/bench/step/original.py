@@ -17,7 +17,7 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def missing() -> bool:
+def is_missing() -> bool:
     """Return whether the original is not installed."""
     return importlib.util.find_spec("grace_dl") is None
 

@@ -142,7 +142,7 @@ class Ranks:
             node,
             program,
             {
-                **plain(os.environ, "GRACE_CONFIG", "MALLOC_"),
+                **without_launcher(os.environ, "GRACE_CONFIG", "MALLOC_"),
                 **self._network.environment(),
                 **self._allocator,
                 **environment,
@@ -169,7 +169,7 @@ class Ranks:
             stderr=self._logs[name],
             text=True,
             start_new_session=True,
-            preexec_fn=ending_with_this(cores),
+            preexec_fn=end_with_parent(cores),
         )
 
     # --- answers --------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Ranks:
             log.close()
 
 
-def ending_with_this(cores: Collection[int] = ()) -> Callable[[], None]:
+def end_with_parent(cores: Collection[int] = ()) -> Callable[[], None]:
     """Return what a child calls before its program: it is killed with this process, and runs on the cores only."""
     parent = os.getpid()
 
@@ -288,7 +288,7 @@ def _local_size(network: Network) -> int:
     return network.local_size if network.nodes[0].namespace is not None else len(network.nodes)
 
 
-def plain(environment: Mapping[str, str], *more: str) -> dict[str, str]:
+def without_launcher(environment: Mapping[str, str], *more: str) -> dict[str, str]:
     """Return the environment without the variables of launchers, and without those that begin with one of `more`."""
     launchers = ("HOROVOD_", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK")
     return {name: value for name, value in environment.items() if not name.startswith((*launchers, *more))}

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from grace.bench.step.methods import Method
-from grace.bench.step.network import Network, limited_by, rate_of
+from grace.bench.step.network import Network, limit_kind, rate_of
 from grace.bench.step.ranks import Ranks
 from grace.core.config.registry import compressors
 
@@ -61,7 +61,7 @@ class Result:
     setting: Setting
     times: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
-    reported: int | None = None
+    reported_bytes: int | None = None
     # Of metered steps, what each rank spent in each turn.
     spent: list[dict[str, float]] = field(default_factory=list)
     gradient_bytes: int = 0
@@ -72,7 +72,7 @@ class Result:
         steps = self.setting.steps
         self.sent += [visit["sent"] / steps for visit in visits if visit["sent"] is not None]
         if visits[0]["reported"] is not None:
-            self.reported = round(statistics.fmean(visit["reported"] for visit in visits))
+            self.reported_bytes = round(statistics.fmean(visit["reported"] for visit in visits))
         self.spent += [visit["spent"] for visit in visits if visit["spent"] is not None]
         self.gradient_bytes = visits[0]["gradient_bytes"]
 
@@ -108,7 +108,7 @@ class Result:
             "cycle_time_ms": self.method.cycle_ms if self.method.library == "horovod" else None,
             "framework": setting.framework,
             "link": setting.link,
-            "limited_by": limited_by(setting.link),
+            "limited_by": limit_kind(setting.link),
             "latency": setting.latency,
             "ranks": setting.ranks,
             "ranks_per_node": setting.local_size,
@@ -117,7 +117,7 @@ class Result:
             "spread": list(self.spread),
             "compute_s": compute.median,
             "wire_bytes": wire,
-            "reported_bytes": self.reported,
+            "reported_bytes": self.reported_bytes,
             f"speedup_over_{reference.method.name}": reference.median / self.median,
             "speedup_bound": reference.median / max(compute.median, on_wire),
             "times": self.times,

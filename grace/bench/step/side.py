@@ -14,7 +14,7 @@ class Training(Protocol):
     def step(self) -> None:
         """Run forward pass, backward pass, exchange and update."""
 
-    def reported(self) -> int | None:
+    def reported_bytes(self) -> int | None:
         """Return the bytes that the method reports as sent by a rank in a step, over all hops; None for a baseline."""
 
     def gradient_bytes(self) -> int:

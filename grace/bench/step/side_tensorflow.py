@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import grace.tensorflow
-from grace.bench.step.methods import BASELINES, COMPUTE, hops, kept
+from grace.bench.step.methods import BASELINES, COMPUTE, count_hop_bytes, count_memory_bytes
 from grace.bench.step.models_tensorflow import MODELS
 from grace.bench.step.own import load_builder
 from grace.bench.step.side import SEED, Side, Training
@@ -37,14 +37,14 @@ class _Step:
         # Wait for the value, so that steps do not overlap.
         self._step().numpy()
 
-    def reported(self) -> int | None:
-        return None if self._exchange is None else hops(self._exchange, hvd.size())
+    def reported_bytes(self) -> int | None:
+        return None if self._exchange is None else count_hop_bytes(self._exchange, hvd.size())
 
     def gradient_bytes(self) -> int:
         return sum(variable.value.dtype.size * variable.value.shape.num_elements() for variable in self._variables)
 
     def kept_bytes(self) -> int:
-        return 0 if self._exchange is None else kept(self._exchange)
+        return 0 if self._exchange is None else count_memory_bytes(self._exchange)
 
 
 class HorovodSide:
@@ -57,7 +57,7 @@ class HorovodSide:
         logging.getLogger("grace").setLevel(logging.WARNING)
         hvd.init()
         self._model = MODELS[model] if model in MODELS else load_builder(model)
-        self._held: list[Any] = []
+        self._last_variables: list[Any] = []
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -66,7 +66,7 @@ class HorovodSide:
     def train(self, method: str, launcher: str, options: Mapping[str, Any]) -> Training:
         """Make a model and an optimizer for the method."""
         keras.backend.clear_session()
-        self._free()
+        self._free_variables()
         keras.utils.set_random_seed(SEED)
         model, loss = self._model()
         keras.utils.set_random_seed(SEED + hvd.rank())
@@ -80,7 +80,7 @@ class HorovodSide:
         # Horovod needs TensorFlow's own variables.
         sources = [variable.value for variable in variables]
         optimizer.build(variables)
-        self._held = [variable.value for variable in (*model.variables, *optimizer.variables)]
+        self._last_variables = [variable.value for variable in (*model.variables, *optimizer.variables)]
 
         def step() -> Any:
             with tf.GradientTape() as tape:
@@ -94,9 +94,9 @@ class HorovodSide:
 
         return _Step(step, variables, exchange)
 
-    def _free(self) -> None:
+    def _free_variables(self) -> None:
         """Empty the variables of the last training, because a traced step of a Keras optimizer never releases them."""
-        for variable in self._held:
+        for variable in self._last_variables:
             nothing = tf.zeros([], variable.dtype)
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing, validate_shape=False)
-        self._held = []
+        self._last_variables = []

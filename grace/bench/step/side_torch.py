@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grace.bench.step import original
-from grace.bench.step.methods import BASELINES, COMPUTE, LAUNCHERS, hops, kept
+from grace.bench.step.methods import BASELINES, COMPUTE, LAUNCHERS, count_hop_bytes, count_memory_bytes
 from grace.bench.step.models_torch import MODELS, builder
 from grace.bench.step.own import load_builder
 from grace.bench.step.side import SEED, Side, Training
@@ -38,14 +38,14 @@ class _Step:
         self._loss().backward()
         self._optimizer.step()
 
-    def reported(self) -> int | None:
-        return None if self._exchange is None else hops(self._exchange, self._size)
+    def reported_bytes(self) -> int | None:
+        return None if self._exchange is None else count_hop_bytes(self._exchange, self._size)
 
     def gradient_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def kept_bytes(self) -> int:
-        return 0 if self._exchange is None else kept(self._exchange)
+        return 0 if self._exchange is None else count_memory_bytes(self._exchange)
 
 
 class HorovodSide:
@@ -131,7 +131,7 @@ class TorchSide:
             return _Step(model, adam, loss, adam.grace, self._size)
         reference = method if method in BASELINES else LAUNCHERS[launcher].reference
         sharded = reference.startswith("fsdp")
-        parallel = self._sharded(model, loss, reference) if sharded else self._replicated(model, loss, method)
+        parallel = self._sharded(model, loss, reference) if sharded else self._replicate(model, loss, method)
         # PyTorch has no fused SGD for sharded parameters.
         optimizer = _sgd(model, fused=not sharded)
         if method in BASELINES:
@@ -139,7 +139,7 @@ class TorchSide:
         exchange = self._grace.register(parallel, config)
         return _Step(model, optimizer, parallel, exchange, self._size)
 
-    def _replicated(self, model: Any, loss: Any, method: str) -> torch.nn.Module:
+    def _replicate(self, model: Any, loss: Any, method: str) -> torch.nn.Module:
         # With several buckets, PowerSGD's hook starts collectives in an order that differs between the ranks. One
         # bucket avoids that.
         megabytes = 4096 if method == "ddp-powersgd" else None

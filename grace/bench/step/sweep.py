@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.bench.step.methods import CYCLE_MS, Method, compared
+from grace.bench.step.methods import CYCLE_MS, Method, with_references
 from grace.bench.step.run import Bed, Result, Setting
-from grace.bench.step.table import cells, figures, head, place
+from grace.bench.step.table import cells, describe_run, figures, head
 from grace.core.config.config import GRANULARITIES
 
 BUCKET_BYTES = tuple(n * 1024**2 for n in (1, 2, 4, 8, 16, 32))
@@ -70,8 +70,8 @@ def sweep(setting: Setting, methods: Sequence[Method], tried: Choices, progress:
     best = list(methods)
     with Bed(setting, progress) as bed:
         for kind, values in tried.items():
-            variants = [_chosen(method, kind, value) for method in best for value in values]
-            compute, reference, *rest = bed.measure(compared(variants, methods[0].launcher))
+            variants = [_with_value(method, kind, value) for method in best for value in values]
+            compute, reference, *rest = bed.measure(with_references(variants, methods[0].launcher))
             rows = [rest[i * len(values) : (i + 1) * len(values)] for i in range(len(methods))]
             winners = [min(row, key=lambda result: result.median) for row in rows]
             for method, row, winner in zip(methods, rows, winners, strict=True):
@@ -80,7 +80,7 @@ def sweep(setting: Setting, methods: Sequence[Method], tried: Choices, progress:
     return trials
 
 
-def visits(setting: Setting, methods: Sequence[Method], tried: Choices) -> int:
+def count_visits(setting: Setting, methods: Sequence[Method], tried: Choices) -> int:
     """Return the number of progress reports of a sweep."""
     turns = sum(2 + len(methods) * len(values) for values in tried.values())
     return setting.rounds * turns + len({CYCLE_MS, *tried.get(CYCLE, ())})
@@ -89,7 +89,7 @@ def visits(setting: Setting, methods: Sequence[Method], tried: Choices) -> int:
 def lines(trials: Sequence[Trial]) -> list[str]:
     """Return the title, and for every compressor the headings and one line per value. The best values are marked."""
     setting = trials[0].result.setting
-    found = [f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"]
+    found = [f"{describe_run(setting)}; {setting.rounds} rounds of {setting.steps} steps"]
     for of in dict.fromkeys(trial.of for trial in trials):
         tried = [trial for trial in trials if trial.of == of]
         rows = ([trial.label, *cells(trial.result, trial.compute, trial.reference)] for trial in tried)
@@ -99,7 +99,7 @@ def lines(trials: Sequence[Trial]) -> list[str]:
     return found
 
 
-def _chosen(method: Method, kind: str, value: Any) -> Method:
+def _with_value(method: Method, kind: str, value: Any) -> Method:
     if kind == CYCLE:
         return replace(method, cycle_ms=value)
     return replace(method, options={**method.options, kind: value})

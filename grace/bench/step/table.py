@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from grace.bench.step.network import limited_by
+from grace.bench.step.network import limit_kind
 from grace.bench.step.run import Result, Setting
-from grace.bench.table import SECONDS, digits, scaled
+from grace.bench.table import SECONDS, format_digits, format_scaled
 from grace.core.observe.table import align
 from grace.machine import processor
 
@@ -23,7 +23,7 @@ def lines(results: Sequence[Result]) -> list[str]:
     compute, reference = results[0], results[1]
     rows = ([result.method.label, *cells(result, compute, reference)] for result in results)
     setting = compute.setting
-    title = f"{place(setting)}; {setting.rounds} rounds of {setting.steps} steps"
+    title = f"{describe_run(setting)}; {setting.rounds} rounds of {setting.steps} steps"
     return [title, *figures(["method", *head(reference)], *rows)]
 
 
@@ -33,13 +33,13 @@ def head(reference: Result) -> list[str]:
     return [text.replace("DDP", name) for text in HEAD]
 
 
-def place(setting: Setting) -> str:
+def describe_run(setting: Setting) -> str:
     """Return a description of the run: model, framework, ranks, processor, link and options."""
     delay = f" with {setting.latency} additional delay" if setting.latency else ""
-    pacing = " by pacing" if limited_by(setting.link) == "pacing" else ""
+    pacing = " by pacing" if limit_kind(setting.link) == "pacing" else ""
     options = "".join(f"; {key}={json.dumps(value)}" for key, value in setting.options.items())
     return (
-        f"{setting.model} in {setting.framework}; {_placed(setting)} on {processor()}; "
+        f"{setting.model} in {setting.framework}; {_describe_ranks(setting)} on {processor()}; "
         f"link {setting.link}{pacing}{delay}{options}"
     )
 
@@ -52,11 +52,11 @@ def cells(result: Result, compute: Result, reference: Result) -> list[str]:
     # A rank of several on a node reports what it sends within the node, too, and the link carries the bytes of all.
     comparable = reported is not None and sent and result.setting.local_size == 1
     return [
-        *(scaled(value, SECONDS) for value in (result.median, low, high)),
-        "-" if sent is None else scaled(sent, BYTES),
+        *(format_scaled(value, SECONDS) for value in (result.median, low, high)),
+        "-" if sent is None else format_scaled(sent, BYTES),
         f"{reported / sent:.1%}" if comparable else "-",
-        digits(reference.median / result.median),
-        digits(found["speedup_bound"]),
+        format_digits(reference.median / result.median),
+        format_digits(found["speedup_bound"]),
     ]
 
 
@@ -65,6 +65,6 @@ def figures(*rows: Sequence[str]) -> list[str]:
     return align(rows, right=range(1, len(rows[0])))
 
 
-def _placed(setting: Setting) -> str:
+def _describe_ranks(setting: Setting) -> str:
     nodes = setting.ranks // setting.local_size
     return f"{setting.ranks} ranks" + (f" on {nodes} nodes" if setting.local_size > 1 else "")

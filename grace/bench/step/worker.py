@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grace.bench.step.meter import Meter, facts, per_step
+from grace.bench.step.meter import Meter, measure_machine, per_step
 from grace.bench.step.network import sent_bytes
 from grace.bench.step.side import Side
 from grace.bench.variants import import_own
@@ -47,10 +47,10 @@ def serve(make_side: Callable[[str], Side], library: str, interface: str | None)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     side = make_side(library)
-    _say(answers, {"ready": os.getpid()})
+    _write_line(answers, {"ready": os.getpid()})
     for line in sys.stdin:
         order = json.loads(line)
-        _say(answers, asdict(visit(side, interface=interface, **order)))
+        _write_line(answers, asdict(visit(side, interface=interface, **order)))
 
 
 def visit(
@@ -67,22 +67,22 @@ def visit(
     known = None
     if metered:
         side.barrier()
-        known = facts()
+        known = measure_machine()
     held = _forget_peak()
     training = side.train(method, launcher, options)
     for _ in range(warm_up):
         training.step()
     times, reports = [], []
     side.barrier()
-    before = _sent(interface)
+    before = _read_sent_bytes(interface)
     with Meter() if metered else contextlib.nullcontext() as meter:
         for _ in range(steps):
             start = time.perf_counter()
             training.step()
             times.append(time.perf_counter() - start)
-            reports.append(training.reported())
+            reports.append(training.reported_bytes())
     side.barrier()
-    after = _sent(interface)
+    after = _read_sent_bytes(interface)
     sent = None if before is None or after is None else after - before
     lengths = [report for report in reports if report is not None]
     # The bytes may differ from step to step.
@@ -110,12 +110,12 @@ def _memory(name: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
-def _say(answers: Any, what: dict[str, Any]) -> None:
+def _write_line(answers: Any, what: dict[str, Any]) -> None:
     answers.write(json.dumps(what) + "\n")
     answers.flush()
 
 
-def _sent(interface: str | None) -> int | None:
+def _read_sent_bytes(interface: str | None) -> int | None:
     if interface is None:
         return None
     return sent_bytes(interface)
