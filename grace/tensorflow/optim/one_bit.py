@@ -69,7 +69,7 @@ class OneBit(Exchanging):
             seconds = [tf.cast(inside(slots["exp_avg_sq"]), tf.float64) for slots in self._slots]
             norm = tf.add_n([tf.reduce_sum(x) for x in seconds])
             # Sums may differ in their last bits between machines, and all ranks must decide alike.
-            (norm,) = self.grace.means([tf.reshape(norm, [1])], "settled", of_first=True)
+            (norm,) = self.grace.graph.means([tf.reshape(norm, [1])], "settled", of_first=True)
             norm = tf.reshape(norm, [])
             self._freeze_at.assign(tf.where(is_settled(self._norm, norm), number, self._freeze_at))
             self._norm.assign(norm)

@@ -215,10 +215,11 @@ def keras_zero_one() -> dict[str, Any]:
     return compared(lambda: ZeroOneAdam(LR, **options, **LAYERS), following_zero_one(), 9, (2, 7, 8) if ALL else (7,))
 
 
-def keras_optimizers_in_use() -> dict[str, Any]:
-    """Use them in a loop of their own, with all that Keras offers, and LAMB and LANS with compressed gradients."""
-    results: dict[str, Any] = {}
-    # The rule of the paper, a schedule of the learning rate, passes, clipping, averages; one rank has no gradient.
+def keras_one_bit_settles() -> dict[str, Any]:
+    """Train by 1-bit Adam in a loop of its own, until the second moments settle by the rule of the paper.
+
+    It has what Keras offers: a schedule of the learning rate, passes, clipping, averages. Once a rank has no gradient.
+    """
     model, apart = net(), []
     variables = model.trainable_variables
     slopes = [tf.random.stateless_normal(v.shape, [hvd.rank(), i]) for i, v in enumerate(variables)]
@@ -237,7 +238,12 @@ def keras_optimizers_in_use() -> dict[str, Any]:
     for step in range(20):
         (empty if step == 18 and hvd.rank() == 0 else apply)()
         apart.append(digest(variables))
-    results["loop"] = {"apart": apart, "frozen": optimizer.frozen, "steps": int(optimizer.grace.stats()["step"])}
+    return {"apart": apart, "frozen": optimizer.frozen, "steps": int(optimizer.grace.stats()["step"])}
+
+
+def keras_layerwise_optimizers() -> dict[str, Any]:
+    """Use LAMB and LANS with compressed gradients, and compare LAMB with its rule."""
+    results: dict[str, Any] = {}
     for kind, options in ((Lamb, {"compressor": "qsgd"}), (Lans, {"compressor": "topk", "communicator": "two_shot"})):
         trained = net()
         trained.compile(grace.tensorflow.DistributedOptimizer(kind(LR), **options, **LAYERS), "mse")

@@ -44,14 +44,20 @@ def test_zero_one_adam_of_keras_is_that_of_the_paper(launch):
     assert apart == [1] * 6 + [own, own, 1]
 
 
+@on(TWO, FOUR)
+def test_the_second_moments_of_one_bit_adam_of_keras_settle_by_themselves(launch):
+    ranks = scenario("keras_one_bit_settles", launch)
+    assert same(ranks)
+    assert ranks[0]["frozen"]
+    # Those of equal gradients settle in eight of ten steps.
+    assert ranks[0]["steps"] == 2
+
+
 @pytest.mark.slow
 @on(TWO, FOUR)
-def test_keras_optimizers_are_used_like_any_other(launch):
-    ranks = scenario("keras_optimizers_in_use", launch)
+def test_layerwise_optimizers_of_keras_take_compressed_gradients(launch):
+    ranks = scenario("keras_layerwise_optimizers", launch)
     assert same(ranks)
-    assert ranks[0]["loop"]["frozen"]
-    # The second moments of equal gradients settle in eight of ten steps.
-    assert ranks[0]["loop"]["steps"] == 2
     assert ranks[0]["off"] < 1e-5
 
 
