@@ -175,6 +175,8 @@ class ProcessGroupTransport(OrderedTransport):
         # Another rank may still pass gradients to the old connections, which must not fail before it gets here.
         end = self._end if self._groups else None
         self._pending, self._failure, self._groups = [], None, {}
+        # Ranks that are through close what they used beside it, and connect it anew.
+        self._leave_others()
         with self.twice_the_limit():
             self._connect("all ranks to call discard()")
         if end is not None:
