@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from grace.core.config.config import make_config
 from grace.core.config.registry import communicators, compressors
 from grace.core.errors import IncompatibleError
+from grace.core.plan.plan import Plan
 from tests.support.launch import TENSORFLOW, TORCH, Launch
 
 # Fits tensors of every shape in the models, so that nothing is dense unless a method cannot take it. The ranks compare
@@ -103,6 +105,18 @@ def config_of(row: dict[str, Any]) -> dict[str, Any]:
     travels = {"communicator": communicator_of(row)} if "communicator" in row else {}
     method = _COMBINATIONS.get(name) or {"compressor": name, **compressors.required(name)}
     return {**method, **travels, **_QUICK.get(name, {}), **GRANULARITIES[row.get("granularity", "default")]}
+
+
+def filled(row: dict[str, Any], plan: Plan, rank: int) -> int:
+    """Return the bytes by which more than two ranks fill up their slices of sums of 16 bits to one length."""
+    if row["method"] not in ("fp16", "bf16") or row["communicator"] not in ("allreduce", "auto") or row["ranks"] == 2:
+        return 0
+    total, size = 0, row["ranks"]
+    for bucket in plan.buckets:
+        n = bucket.nbytes // 2
+        length = math.ceil(n / size)
+        total += 2 * (length - min(max(n - length * rank, 0), length))
+    return total
 
 
 def rows_of_combinations(launches: list[tuple[str, int]], **factors: Any) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ from tests.adapters.tensorflow.model import (
 )
 from tests.adapters.tensorflow.usage_model import error_of
 from tests.support import nodes
-from tests.support.cases import EVERYTHING, config_of, label_of
+from tests.support.cases import EVERYTHING, config_of, filled, label_of
 
 # Every tensor takes time to trace. So use one that is a matrix only to methods that reshape it, and one scalar.
 SHAPES = {"kernel": (3, 3, 4, 12), "scalar": ()}
@@ -65,7 +65,7 @@ def trained(rows: ROWS) -> dict[str, Any]:
             "weights": digest(model.trainable_variables),
             "moved": digest(model.trainable_variables) != before,
             "finite": bool(np.isfinite(loss)),
-            **_bytes(exchange, sent()),
+            **_bytes(row, exchange, sent()),
         }
     return results
 
@@ -167,14 +167,16 @@ def _evaluated(memory: dict[str, Any], path: str) -> dict[str, Any]:
     return {"full": full, **equal, "error": error_of(unknown)}
 
 
-def _bytes(exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[str, Any]:
+def _bytes(row: dict[str, Any], exchange: grace.tensorflow.Exchange, sent: dict[str, int]) -> dict[str, Any]:
     plan = exchange.plan
     return {
         "reported": exchange.stats()["wire_bytes"],
         "sent": sum(sent.values()),
         # Of shards, the mean over the ranks is predicted.
         "fixed": all(b.route.fixed for b in plan.buckets) and not plan.shards,
-        "predicted": sum(b.nbytes for b in plan.buckets) + sum(p.spec.nbytes for p in plan.delegated),
+        "predicted": sum(b.nbytes for b in plan.buckets)
+        + sum(p.spec.nbytes for p in plan.delegated)
+        + filled(row, plan, hvd.rank()),
         "padding": sum(b.nbytes % 4 for b in plan.buckets),
     }
 
@@ -288,7 +290,7 @@ def given(rows: ROWS) -> dict[str, Any]:
             "steps": steps[: len(GIVEN)],
             "resumed": max(_distance(a, b) for a, b in zip(first[SAVED:], again, strict=True)),
             "guarded": any(p.spec.name == "kernel" and p.guarded for p in exchange.plan.assignments),
-            **_bytes(exchange, sent()),
+            **_bytes(row, exchange, sent()),
         }
     for row in rows[hvd.rank() :: hvd.size()]:
         shapes = _shapes(row)

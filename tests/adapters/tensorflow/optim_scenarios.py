@@ -156,6 +156,11 @@ def following(rule: Any, plan: Callable[[], Any] | None = None) -> Iterator[OfAl
         yield ranks
 
 
+# All elements, added in the order of the ranks: which tensors Horovod adds up together depends on the time, and with it
+# the last bits of sums of more than two.
+IN_ORDER = {"compressor": "topk", "compress_ratio": 1.0}
+
+
 def keras_one_bit(scaled: bool) -> dict[str, Any]:
     """Compare 1-bit Adam with the recursion of the paper, and 1-bit LAMB without compression with its rule."""
     made: list[Any] = []
@@ -169,7 +174,7 @@ def keras_one_bit(scaled: bool) -> dict[str, Any]:
     results["frozen"] = made[0].frozen
     if scaled:
         results["lamb"] = compared(
-            lambda: OneBitLamb(LR, freeze_step=FREEZE, weight_decay=0.01, compressor="none", **LAYERS),
+            lambda: OneBitLamb(LR, freeze_step=FREEZE, weight_decay=0.01, **IN_ORDER, **LAYERS),
             following(OneBitLamb.rule(weight_decay=0.01)),
             5,
             (4,) if ALL else (),
@@ -208,10 +213,7 @@ def following_zero_one() -> Iterator[OfAllRanks]:
 
 def keras_zero_one() -> dict[str, Any]:
     """Compare 0/1 Adam without compression with its rule in NumPy."""
-    options = {"every": {2: 3}, "var_update_scaler": 1, "freeze_step": 4, "epsilon": 1e-4}
-    # All elements, but in the order of the ranks: which tensors Horovod adds up together depends on the time, and with
-    # it the last bits of sums of more than two.
-    options |= {"compressor": "topk", "compress_ratio": 1.0}
+    options = {"every": {2: 3}, "var_update_scaler": 1, "freeze_step": 4, "epsilon": 1e-4, **IN_ORDER}
     return compared(lambda: ZeroOneAdam(LR, **options, **LAYERS), following_zero_one(), 9, (2, 7, 8) if ALL else (7,))
 
 

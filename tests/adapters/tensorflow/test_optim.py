@@ -27,7 +27,7 @@ def test_one_bit_optimizers_of_keras_are_those_of_the_papers(launch, scaled):
         assert rank["adam"]["resumed"]
         # Only the steps after the warm-up exchange momenta.
         assert rank["adam"]["stats"]["step"] == 3
-        assert rank["adam"]["stats"]["wire_bytes"] < rank["adam"]["stats"]["dense_bytes"] / 8 or launch.ranks == 1
+        assert rank["adam"]["stats"]["wire_bytes"] <= rank["adam"]["stats"]["dense_bytes"] / 8 or launch.ranks == 1
 
 
 @on(TWO, FOUR)

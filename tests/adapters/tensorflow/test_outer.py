@@ -34,6 +34,9 @@ def test_outer_steps_in_graphs_have_the_bits_of_a_simulation(launch, name):
         assert ours["needed_bandwidth"] > 0
         for timed in ("utilisation", "needed_bandwidth"):
             del ours[timed], theirs[timed]
+        if name == "pairs, states":
+            # A graph sends states as they are, at every second of 13 syncs; a simulation adds a stamp of 4 bytes.
+            theirs["bytes_per_step"] -= 6 * 4 / 13
         assert ours.keys() == theirs.keys()
         for key, number in theirs.items():
             assert ours[key] == (number if number is None else pytest.approx(number, rel=1e-6)), key

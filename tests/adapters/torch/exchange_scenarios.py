@@ -51,7 +51,7 @@ from tests.adapters.torch.model import (
     wrap,
 )
 from tests.support import half_precision, nodes
-from tests.support.cases import EVERYTHING, config_of, label_of
+from tests.support.cases import EVERYTHING, config_of, filled, label_of
 
 # More steps than the phases of every method (see cases.py), two of them after the checkpoint, which is within a phase.
 STEPS, SAVED = 7, 5
@@ -91,7 +91,8 @@ def trained(rows: ROWS) -> dict[str, Any]:
             "sent": sum(nbytes for _, nbytes in sent),
             # Of shards, the mean over the ranks is predicted.
             "fixed": all(b.route.fixed for b in optimizer.grace.plan.buckets) and not optimizer.grace.plan.shards,
-            "predicted": sum(b.nbytes for b in optimizer.grace.plan.buckets),
+            "predicted": sum(b.nbytes for b in optimizer.grace.plan.buckets)
+            + filled(row, optimizer.grace.plan, my_rank()),
         }
     return results
 
