@@ -21,15 +21,15 @@ from pathlib import Path
 
 # What these modules register.
 import break_even  # noqa: F401
+import bytes_table  # noqa: F401
 import contents  # noqa: F401
 import error_chart  # noqa: F401
 import groups  # noqa: F401
 import measurements  # noqa: F401
 import methods  # noqa: F401
-import moved_bytes  # noqa: F401
 import numpy as np
-import outer  # noqa: F401
 import outer_runs  # noqa: F401
+import outer_tables  # noqa: F401
 import quoted
 import recommended  # noqa: F401
 import reference  # noqa: F401
