@@ -54,9 +54,10 @@ class ModelExchange(Exchange, ABC):
         """Evaluate a closure that computes gradients, at earlier weights as well if a memory needs second gradients.
 
         Gradients at earlier weights stay on this rank, and those of now are exchanged as usual. Both draw the same
-        random numbers. Call it in place of the forward and the backward pass: of all data if `full_round` is true, else
-        of a batch, which stays the same when the closure is called twice. Of several backward passes, all but the last
-        belong into `no_sync()`. Returns what the closure returns at the weights of now.
+        random numbers, and buffers are those of the pass at the weights of now. Call it in place of the forward and the
+        backward pass: of all data if `full_round` is true, else of a batch, which stays the same when the closure is
+        called twice. Of several backward passes, all but the last belong into `no_sync()`. Returns what the closure
+        returns at the weights of now.
         """
         if not self._references.needed:
             return closure()
@@ -132,7 +133,8 @@ class ReplicatedExchange(ModelExchange):
             finally:
                 self._pending.paused = False
 
-        self._references = References(self, {p: name for name, p in self._parameters.items()}, aside)
+        names = {p: name for name, p in self._parameters.items()}
+        self._references = References(self, names, aside, self._model)
         self._pending.attach(expected)
         self.loss_scale.attach_to(lambda: self.trained)
         self._note_steps()

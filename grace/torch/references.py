@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ class References:
     """Second gradients of the same batch, for memories that need them: those of a closure at earlier weights.
 
     `names` are those of the parameters. In the context `alone()`, backward passes leave their gradients on this
-    rank. `Exchange.earlier` has the weights, which are equal on all ranks.
+    rank. `model()` returns what the parameters belong to, if that is known: its buffers return as well.
+    `Exchange.earlier` has the weights, which are equal on all ranks.
     """
 
     def __init__(
@@ -25,8 +26,9 @@ class References:
         exchange: Exchange,
         names: Mapping[torch.Tensor, str],
         alone: Callable[[], AbstractContextManager[Any]],
+        model: Callable[[], torch.nn.Module | None] = lambda: None,
     ) -> None:
-        self._exchange, self.names, self._alone = exchange, names, alone
+        self._exchange, self.names, self._alone, self._model = exchange, names, alone, model
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._kept: dict[str, torch.Tensor] | None = None
 
@@ -45,7 +47,7 @@ class References:
         return self._exchange.loss_scale.unscale(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def evaluate(self, closure: Callable[[], Any]) -> None:
-        """Evaluate a closure at earlier weights, unless this is a full round; weights and gradients return.
+        """Evaluate a closure at earlier weights, unless this is a full round; weights, buffers and gradients return.
 
         It draws the random numbers that the caller will draw next.
         """
@@ -64,7 +66,12 @@ class References:
             p.grad = None
         try:
             self._put(earlier)
-            with self._alone(), torch.random.fork_rng(sorted(devices)), torch.enable_grad():
+            with (
+                self._alone(),
+                keep_buffers(self._model()),
+                torch.random.fork_rng(sorted(devices)),
+                torch.enable_grad(),
+            ):
                 closure()
             return {p: None if p.grad is None else p.grad.detach().clone() for p in self.names}
         finally:
@@ -94,6 +101,19 @@ class References:
         if self._kept is not None:
             self._exchange.earlier = self._kept
         self._gradients, self._kept = {}, None
+
+
+@contextmanager
+def keep_buffers(model: torch.nn.Module | None) -> Iterator[None]:
+    """Let the buffers of a model return at the end: BatchNorm would count a batch of two passes twice."""
+    modules = () if model is None else model.modules()
+    kept = [(module, name, b, b.clone()) for module in modules for name, b in module.named_buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                setattr(module, name, buffer.copy_(value))
 
 
 def _own(p: torch.Tensor) -> torch.Tensor:

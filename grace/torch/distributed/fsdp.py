@@ -125,7 +125,7 @@ class ShardedExchange(ModelExchange):
         # The second gradients of each module as FSDP would reduce them, while they are computed, and afterwards.
         self._recording: dict[str, list[torch.Tensor]] | None = None
         self._second: dict[str, list[torch.Tensor]] = {}
-        self._references = References(self, self.names(), self._record)
+        self._references = References(self, self.names(), self._record, lambda: model)
         self._note_steps()
 
     def names(self) -> dict[torch.Tensor, str]:

@@ -125,3 +125,27 @@ def test_an_optimizer_of_other_parameters_than_those_registered_is_an_error(ddp)
     plain.load_state_dict({name: x.clone() for name, x in plain.state_dict().items()}, assign=True)
     with pytest.raises(StepError, match=r"parameter '0.weight' is not the one of the model that was registered"):
         step()
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_batch_norm_counts_a_batch_once_though_it_is_evaluated_twice(ddp):
+    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 60))
+    model = torch.nn.parallel.DistributedDataParallel(plain) if ddp else plain
+    config = {"compressor": "qsgd", "memory": "marina", "default_rules": False}
+    exchange, expected = grace.torch.register(model, config), torch.nn.BatchNorm1d(30)
+    optimizer, passes = torch.optim.SGD(model.parameters(), lr=0.1), 0
+
+    def closure():
+        nonlocal passes
+        passes += 1
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+
+    for _ in range(3):
+        x = torch.randn(4, 30)
+        exchange.evaluate(closure)
+        optimizer.step()
+        expected(x)
+    assert passes > 3
+    for (name, buffer), other in zip(plain[0].named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
