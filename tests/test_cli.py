@@ -60,7 +60,7 @@ def advice(text: str) -> dict[str, str]:
 def test_the_overview_has_a_line_of_advice_for_each_method_to_look_at_first():
     found = advice(listed())
     assert found.keys() == {name for name in compressors if not listing.of_literature(name)}
-    assert found["topk"] == "slow networks and any number of ranks"
+    assert found["topk"] == "slow networks and few ranks"
     assert found["uniform"] == "many ranks whose gradients are alike in size"
     assert not [name for name, said in found.items() if said.endswith("...")]
     assert "--all" in listed()

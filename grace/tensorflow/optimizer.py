@@ -465,7 +465,7 @@ class Distributed(Exchanges):
         apply: Callable[..., object],
         scale: tf.Tensor | None = None,
     ) -> None:
-        """Apply this rank's gradients by `apply`, and exchange what the weights have moved if it is time.
+        """Apply this rank's gradients by `apply`, and exchange the changes of the weights if it is time.
 
         The gradients are `scale` times as large as `apply` applies them. A step that it leaves out counts all the same.
         """

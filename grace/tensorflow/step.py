@@ -159,7 +159,7 @@ class GraphStep:
     def sync(
         self, changes: Mapping[int, tf.Tensor], inside: tf.Tensor | None, absent: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Exchange what some variables have moved, by their indices, at a sync.
+        """Exchange the changes of some variables, by their indices, at a sync.
 
         Return the means over all ranks and, if outer steps follow it, what this rank has sent. It contributes its
         changes if it is `inside`; None stands for true. `absent` is as for `Step.leave_out`.

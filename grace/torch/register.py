@@ -47,9 +47,9 @@ def register(
     methods that need whole tensors, and communicators, cannot be chosen. On a mesh of replicas and shards (HSDP), FSDP
     reduces within each replica, and the ranks that hold the same part exchange it by any method.
 
-    With `optimizer`, the ranks of `process_group` (all of them without it) step on their own, and exchange what the
-    weights have moved, as the option `outer` says. The model may then be any module. In DDP or FSDP2 it trains within a
-    site as usual, and the group has the ranks that hold the same weights, one of each site.
+    With `optimizer`, the ranks of `process_group` (all of them without it) step on their own, and exchange the
+    changes of their weights, as the option `outer` says. The model may then be any module. In DDP or FSDP2 it trains
+    within a site as usual, and the group has the ranks that hold the same weights, one of each site.
 
     Returns the exchange of the model. An error of the exchange is raised by `backward()`. Raises TypeError for what is
     no model, ConfigError for several models in DDP or FSDP2 and for a model or arguments that are not supported, and

@@ -11,9 +11,9 @@ from grace.core.config.recommended import STARTS
 @kind("recommended")
 def recommended(block: Block) -> list[str]:
     """Return the table of the places to start."""
-    lines = [row("optimizer", "network", "compressor", "bytes left, and training"), row(*["---"] * 4)]
+    lines = [row("optimizer", "network", "compressor", "bytes", "training"), row(*["---"] * 5)]
     for start in STARTS:
         options = [f"`{key}={value!r}`" for key, value in start.config.items() if key != "compressor"]
         method = ", ".join([methods.link(start.config["compressor"], block), *options])
-        lines.append(row(start.optimizer, start.network, method, f"{start.bytes}; {start.trains}"))
+        lines.append(row(start.optimizer, start.network, method, start.bytes, start.trains))
     return lines

@@ -1216,7 +1216,7 @@ def test_toml_and_the_environment_say_it(tmp_path, monkeypatch):
         ({"every": 4, "variates": True, "optimizer": "elastic"}, "variates need ranks of equal weight"),
         ({"every": 2, "dense_every": 1}, "dense_every is the number of syncs"),
         ({"every": 2, "relevance": 1.0}, "relevance is a share of the elements"),
-        ({"every": 2, "relevance": 0.5, "weight": [1, 2]}, "who contributes follows from what a rank has moved"),
+        ({"every": 2, "relevance": 0.5, "weight": [1, 2]}, "who contributes follows from the changes of a rank"),
         ({"every": 2, "lr": 0.0}, "lr must be positive"),
         ({"every": 2, "momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
         ({"every": 2, "nesterov": True}, "nesterov needs momentum"),

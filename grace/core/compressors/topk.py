@@ -55,8 +55,8 @@ class TopK(Sparsifier):
 
     Cost: a partial sort of the magnitudes, three passes and a sort of k indices; no random numbers, no state.
 
-    When: slow networks and any number of ranks; with SGD, the usual first choice of a sparsifier. Use error feedback.
-    The bytes grow with the ranks. On large tensors the selection takes time; dgc estimates the threshold instead.
+    When: slow networks and few ranks; with SGD, the usual first choice of a sparsifier. Use error feedback. The bytes
+    grow with the ranks. On large tensors the selection takes time; dgc estimates the threshold instead.
 
     Reference: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; Stich et al.,
     "Sparsified SGD with memory", NeurIPS 2018.

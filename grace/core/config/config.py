@@ -184,8 +184,8 @@ class Config:
     golomb, bitmap, or the smallest of these. `timeout` is the number of seconds that a rank waits for the others before
     it raises WaitError. `checksum` gives every gathered buffer a checksum. Every `check_replicas` steps the ranks
     compare digests of their weights and shared states (0: never). Without `rollback` a memory is kept once instead of
-    twice, and starts from zero when a step is dropped. `outer` lets the ranks step on their own and exchange what their
-    weights have moved. `auto` lets the run choose its compressor by measurement.
+    twice, and starts from zero when a step is dropped. `outer` lets the ranks step on their own and exchange the
+    changes of their weights. `auto` lets the run choose its compressor by measurement.
     """
 
     method: Method

@@ -67,7 +67,7 @@ Patterns = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Steps of each rank on its own, and syncs at which the ranks exchange what their weights have moved.
+    """Steps of each rank on its own, and syncs at which the ranks exchange the changes of their weights.
 
     `optimizer` makes the new weights of the mean change. `every` is the number of inner steps H between two syncs of a
     tensor, or pairs (s, H): H from inner step s on. `fragments` cuts the tensors into as many parts of about equal
@@ -156,7 +156,7 @@ class OuterSteps:
         if self.relevance and others:
             raise ConfigError(
                 f"outer: with relevance = {self.relevance:g}, the whole model syncs at once, and who contributes "
-                "follows from what a rank has moved; leave delay, fragments, participation, weight and variates out."
+                "follows from the changes of a rank; leave delay, fragments, participation, weight and variates out."
             )
         if self.variates and (self.delay or self.keeps_own or self.weight):
             raise ConfigError(
@@ -201,7 +201,7 @@ class OuterSteps:
             )
         if self.clip and (self.pairs or self.local_error):
             raise ConfigError(
-                f"outer: clip = {self.clip:g} limits what weights have moved, and pairs exchange the weights, while "
+                f"outer: clip = {self.clip:g} limits changes of weights, and pairs exchange the weights, while "
                 "local_error keeps in them what was not sent; leave one of them out."
             )
         if self.noise and (self.adapt == "loss" or self.state != "local" or self.buffers != "local"):

@@ -1,4 +1,4 @@
-"""Base class of outer optimizers, which make new weights of what all ranks have moved since their last sync."""
+"""Base class of outer optimizers, which make new weights of the changes of all ranks since their last sync."""
 
 from __future__ import annotations
 

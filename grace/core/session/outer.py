@@ -136,7 +136,7 @@ class OuterRun:
         """Everything that it keeps. Raises StepError before `begin`."""
         if self._state is None:
             raise StepError(
-                "outer steps exchange what weights have moved, and the weights at the start are not known; call "
+                "outer steps exchange changes of weights, and the weights at the start are not known; call "
                 "begin(weights) before the first step."
             )
         return self._state

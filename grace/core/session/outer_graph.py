@@ -225,7 +225,7 @@ class GraphOuter:
         return found
 
     def after(self, steps: Array, exchange: GraphExchange) -> None:
-        """Exchange what the weights have moved and write new ones, if the ranks sync after this inner step.
+        """Exchange the changes of the weights and write new ones, if the ranks sync after this inner step.
 
         `steps` is the number of inner steps until now.
         """

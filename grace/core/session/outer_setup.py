@@ -106,7 +106,7 @@ def check_outer(config: Config, where: str, *, average: bool, size: int) -> None
         )
     if config.outer.pairs and (lossy or any(m.memory != dense_method().memory for m in methods)):
         raise ConfigError(
-            f"{where}: with pairs, the ranks exchange weights, and not what these have moved; set compressor = 'none', "
+            f"{where}: with pairs, the ranks exchange weights, and not their changes; set compressor = 'none', "
             f"without a memory, received {methods[0].compressor} with {methods[0].memory}."
         )
     counting = [m.communicator if m.communicator.result else m.compressor for m in methods if not _takes_mean(m)]
@@ -205,7 +205,7 @@ def check_references(config: Config, where: str, possible: bool) -> None:
     needing = [method.memory for method in methods if "reference" in method.memory.needs]
     if needing and config.outer is not None:
         raise ConfigError(
-            f"{where}: outer steps exchange what weights have moved, of which there is no second gradient, and "
+            f"{where}: outer steps exchange changes of weights, of which there is no second gradient, and "
             f"{needing[0]} needs one; use another memory, or leave outer out."
         )
     if needing and not possible:

@@ -200,7 +200,7 @@ class Simulation(Exchange):
     `tensors` has the shapes of float32 tensors by name, or a `TensorSpec` for each. `config` is what `make_config`
     takes, and `options` are further keys of it. `framework` names the kind of the arrays: "numpy", "torch",
     "tensorflow", or a backend of your own. `average=False` leaves sums undivided. With `outer` in the configuration,
-    the ranks exchange what their weights have moved: call `begin` once, and `step` with the weights of all ranks.
+    the ranks exchange the changes of their weights: call `begin` once, and `step` with the weights of all ranks.
     Raises ConfigError for fewer than one rank, and the errors of `make_config`.
 
     >>> import numpy as np
