@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 
 from grace.core.config.schedule import as_changes
 from grace.core.errors import ConfigError, MismatchError
@@ -14,19 +13,20 @@ from grace.core.guards.agreement import Handshake
 from grace.core.transport.transport import TIMEOUT
 from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.transport import broadcast
+from grace.tensorflow.typed import Callback
 from grace.tensorflow.waiting import gather
 
 
 def _gather(callback: Any, purpose: str) -> Callable[[Any], list[Any]]:
     """Return the function that gathers the values of all ranks, with the time limit of the model's exchange."""
-    exchange = getattr(callback.model.optimizer, "grace", None)
+    exchange: Exchange | None = getattr(callback.model.optimizer, "grace", None)
     timeout = TIMEOUT if exchange is None else exchange.timeout
     return gather(callback.process_set, purpose, type(callback).__name__, timeout)
 
 
-def _exchange_of(callback: keras.callbacks.Callback) -> Exchange:
+def _exchange_of(callback: Callback) -> Exchange:
     """Return the exchange of the model's optimizer. Raises ConfigError if there is none."""
-    exchange = getattr(callback.model.optimizer, "grace", None)
+    exchange: Exchange | None = getattr(callback.model.optimizer, "grace", None)
     if exchange is None:
         raise ConfigError(
             f"{type(callback).__name__}: expected a model whose optimizer compresses, received a plain optimizer; "
@@ -35,7 +35,7 @@ def _exchange_of(callback: keras.callbacks.Callback) -> Exchange:
     return exchange
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(Callback):
     """A callback that broadcasts the root's weights and optimizer state to all ranks before the first batch.
 
     If the first batch builds the model (a Sequential without Input, a subclassed Model), it broadcasts after that
@@ -61,7 +61,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        optimizer, exchange = self.model.optimizer, getattr(self.model.optimizer, "grace", None)
+        optimizer = self.model.optimizer
+        exchange: Exchange | None = getattr(optimizer, "grace", None)
         # The broadcast itself has no time limit.
         with Handshake(_gather(self, "broadcast"), type(self).__name__) as handshake:
             if not optimizer.built:
@@ -72,7 +73,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         broadcast(variables, self.root_rank, self.process_set)
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(Callback):
     """A callback that replaces the metrics of an epoch by their mean over all ranks.
 
     Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and TensorBoard in the list of callbacks. Then they
@@ -99,7 +100,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs[name] = sum(other[name] for other in everyone) / len(everyone)
 
 
-class StatisticsCallback(keras.callbacks.Callback):
+class StatisticsCallback(Callback):
     """A callback that adds grace's statistics to the logs of an epoch, for `History`, TensorBoard and CSV files.
 
     They are those of `Exchange.scalars`, with names such as `grace_wire_bytes`. Each is the mean over the steps after
@@ -127,7 +128,7 @@ class StatisticsCallback(keras.callbacks.Callback):
             logs |= {name: sum(values) / len(values) for name, values in self._steps.items()}
 
 
-class ScheduleCallback(keras.callbacks.Callback):
+class ScheduleCallback(Callback):
     """A callback that changes the options or the method of the compression at the start of epochs. Residuals are kept.
 
     `schedule(epoch)` returns the settings from this epoch on: a dictionary such as {"compress_ratio": 0.01}, a number

@@ -8,7 +8,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from grace.core.errors import ConfigError
@@ -18,6 +17,7 @@ from grace.tensorflow.gradients import inside
 from grace.tensorflow.optim.exchanging import Exchanging
 from grace.tensorflow.optimizer import Exchanges, innermost
 from grace.tensorflow.transport import broadcast
+from grace.tensorflow.typed import ObjectState
 
 _WHERE = "grace.tensorflow.KerasState"
 
@@ -38,7 +38,7 @@ def _with_errors_of_horovod(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class KerasState(ObjectState):  # type: ignore[misc]
+class KerasState(ObjectState):
     """Horovod's elastic state of a Keras model and its optimizer, with what grace holds back, for `hvd.elastic.run`.
 
     `commit()` and all else that is called on it are Horovod's. `optimizer` is by default that of the compiled model.
@@ -64,12 +64,12 @@ class KerasState(ObjectState):  # type: ignore[misc]
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         inner = innermost(self.optimizer)
-        exchanges = [inner.grace] if isinstance(inner, Exchanges) else []
+        exchanges: list[Exchange] = [inner.grace] if isinstance(inner, Exchanges) else []
         outer = inner.grace.config.outer if exchanges else None
         # Whether a rank has weights of its own between two syncs.
         self._has_own_weights = outer is not None or isinstance(inner, Exchanging)
         for name in [name for name, value in more.items() if isinstance(value, Exchange)]:
-            exchange = more.pop(name)
+            exchange: Exchange = more.pop(name)
             setattr(self, name, exchange)
             exchanges.append(exchange)
             if not exchange.built:

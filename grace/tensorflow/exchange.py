@@ -39,6 +39,7 @@ from grace.tensorflow.run import VariableRun, tensorflow_ops
 from grace.tensorflow.step import GraphStep, Selection
 from grace.tensorflow.times import GraphTimes
 from grace.tensorflow.transport import HorovodTransport, check_process, local_size_of
+from grace.tensorflow.typed import Module, do_not_convert
 from grace.tensorflow.waiting import elastic_timeout, gather, is_elastic
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _handshakes: collections.Counter[int] = collections.Counter()
 
 
-class Exchange(core.Exchange, tf.Module):
+class Exchange(core.Exchange, Module):
     """The compressed exchange of the gradients of one list of variables, with the state that it keeps between steps.
 
     An optimizer has its own exchange as the attribute `grace`. For tapes, make one exchange and pass it to every tape.
@@ -72,6 +73,8 @@ class Exchange(core.Exchange, tf.Module):
     in_batch = False
     # Returns the buffers, as soon as they are known.
     _buffers: Callable[[], Sequence[Any]] | None = None
+    # It has what `core.Exchange` asks of a `Run`, where the methods are not overridden here.
+    _runs: list[VariableRun]  # type: ignore[assignment]
     #: The process set of Horovod whose ranks take part; an exchange that was loaded needs it before its first step.
     process_set: Any
 
@@ -85,7 +88,7 @@ class Exchange(core.Exchange, tf.Module):
         process_set: Any = hvd.global_process_set,
         **options: Any,
     ) -> None:
-        tf.Module.__init__(self, name="grace")
+        Module.__init__(self, name="grace")
         where = "grace.tensorflow.Exchange"
         average = is_mean(op, hvd.Average, hvd.Sum, "hvd.Average or hvd.Sum", where)
         check_predivide(gradient_predivide_factor, average, f"op=hvd.Average ({hvd.Average})", op, where)
@@ -117,7 +120,7 @@ class Exchange(core.Exchange, tf.Module):
     # --- public interface ---------------------------------------------------------------------------------------
 
     @property
-    def run(self) -> VariableRun:
+    def run(self) -> VariableRun:  # type: ignore[override]
         """The plans and states of all stages. Raises StepError before the variables are known."""
         if not self._runs:
             raise StepError("the variables are not known yet; build the optimizer, or run a first step.")
@@ -284,7 +287,7 @@ class Exchange(core.Exchange, tf.Module):
         dense = item.dense and item.spec.dtype != "bfloat16" and not item.spec.complex and not kept
         return dense or item.spec.name in self._rows
 
-    def _merge(self, run: VariableRun, states: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _merge(self, run: VariableRun, states: Sequence[Mapping[str, Any]]) -> list[str]:  # type: ignore[override]
         for ranks in self._possible_ranks(len(states)):
             try:
                 before = self._run_for(ranks, lambda name, value: tf.Variable(value, trainable=False))
@@ -509,7 +512,7 @@ class Exchange(core.Exchange, tf.Module):
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def fill(self, gradients: Sequence[Gradient | None], *, zeros: bool = False) -> list[Gradient | None]:
         """Return the gradients, with zeros for None where another rank has a gradient; for `zeros` see `__call__`.
 
@@ -548,7 +551,7 @@ class Exchange(core.Exchange, tf.Module):
             )
         return None
 
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def __call__(
         self,
         gradients: Sequence[Gradient | None],
@@ -580,7 +583,7 @@ class Exchange(core.Exchange, tf.Module):
         """Exchange tensors uncompressed in place of a step; see `GraphStep.mean_step`. Call it after `fill`."""
         return self.graph.mean_step(tensors, compares=compares)
 
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def evaluate(
         self,
         closure: Callable[[], Sequence[Gradient | None]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -12,7 +12,7 @@ import tensorflow as tf
 from grace.core.errors import MismatchError
 from grace.core.spec import TensorSpec
 
-Gradient = tf.Tensor | tf.IndexedSlices
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def common_kinds(ranks: Sequence[Mapping[str, str | None]]) -> dict[str, str | N
     """Return the kind of each gradient, None if no rank has one. Raises MismatchError if the ranks differ."""
     common: dict[str, str | None] = {}
     for name in ranks[0]:
-        kinds = sorted({kinds[name] for kinds in ranks} - {None})
+        kinds = sorted({kind for kind in (kinds[name] for kinds in ranks) if kind is not None})
         if len(kinds) > 1:
             raise MismatchError(
                 f"the gradient of '{name}' is {kinds[0]} on some ranks and {kinds[1]} on others; "

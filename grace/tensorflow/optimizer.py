@@ -35,11 +35,12 @@ from grace.tensorflow.gradients import Gradient, before_graphs, inside
 from grace.tensorflow.outer import check_states, outer_variables
 from grace.tensorflow.saved import check_saved_variables
 from grace.tensorflow.transport import HorovodTransport, check_process
+from grace.tensorflow.typed import OptimizerMixin, do_not_convert
 from grace.tensorflow.waiting import gather, is_elastic
 
 _WHERE = "grace.tensorflow.DistributedOptimizer"
 # Keras 3.12, the last one for Python 3.10, has none.
-MULTI_OPTIMIZER: type | tuple[()] = getattr(keras.optimizers, "MultiOptimizer", ())
+MULTI_OPTIMIZER: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 # Arguments of Horovod's that only TensorFlow has, with the reasons why they are not supported.
 REFUSED = {
     "use_locking": "belongs to TensorFlow 1 optimizers; leave it out",
@@ -209,7 +210,7 @@ def _describe(optimizer: Any) -> list[Optimizer]:
     """Describe an optimizer, or those that it consists of; the momentum of Adam and its kind is beta_1."""
     if isinstance(optimizer, MULTI_OPTIMIZER):
         return [found for each in optimizer.optimizers for found in _describe(each)]
-    momentum = getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0)
+    momentum: Any = getattr(optimizer, "momentum", None) or getattr(optimizer, "beta_1", 0.0)
     return [Optimizer.of(type(optimizer), float(momentum))]
 
 
@@ -227,13 +228,13 @@ class OptimizerExchange(Exchange):
 
     takes_outer = True
     takes_references = False
-    _optimizer: Any
+    _optimizer: Exchanges
     #: What outer steps keep, if there are any and the variables are known.
     outer: GraphOuter | None = None
     # The ranks of the process set of a saved optimizer, after loading.
     _saved_ranks: tuple[int, ...] | None = None
 
-    def attach(self, optimizer: Any) -> None:
+    def attach(self, optimizer: Exchanges) -> None:
         """Take the optimizer that it belongs to."""
         # An ordinary assignment would have TensorFlow save the optimizer as a part of its exchange.
         vars(self)["_optimizer"] = optimizer
@@ -293,6 +294,7 @@ class OptimizerExchange(Exchange):
         """
         found = super().stats()
         if self.outer is not None:
+            assert isinstance(self._optimizer, Distributed)
             found["outer"] = self.outer.stats(int(self._optimizer.inner_steps()), self.run.step, self.graph)
         return found
 
@@ -326,7 +328,7 @@ class OptimizerExchange(Exchange):
         return [None] * len(self.outer.anchors) if self.outer.outer.pairs else self.outer.anchors
 
 
-class Exchanges:
+class Exchanges(OptimizerMixin):
     """Mixin for the class of a Keras optimizer that has an exchange."""
 
     grace: OptimizerExchange
@@ -393,7 +395,7 @@ class Distributed(Exchanges):
         self.grace.build(variables)
 
     # AutoGraph would take longer than the tracing, and is not needed: no branch depends on a tensor.
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange the gradients and update the variables.
 
@@ -541,7 +543,8 @@ class Distributed(Exchanges):
     def get_config(self) -> dict[str, Any]:
         """Return the configurations of the Keras optimizer and of the exchange."""
         # An uninitialized instance of the plain class: its __init__ could fail, but serializing needs only get_config.
-        plain, config = object.__new__(self._plain), super().get_config()
+        plain: Any = object.__new__(self._plain)
+        config = super().get_config()
         plain.__dict__["get_config"] = lambda: config
         return {
             "optimizer": keras.optimizers.serialize(plain),
@@ -574,11 +577,13 @@ def _class(plain: type) -> type:
     made = type(f"Distributed{plain.__name__}", (Distributed, plain), {"__module__": __name__, "_plain": plain})
     # All these classes share one name in saved models. The name means the class that was registered last. This works,
     # because Keras only calls `from_config`, which makes the right class.
-    return keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
+    keras.saving.register_keras_serializable("grace", "DistributedOptimizer")(made)
+    return made
 
 
 def _distribute(optimizer: Any, exchange: OptimizerExchange, summed_passes: int) -> Any:
-    optimizer.__class__ = _class(type(optimizer))
+    plain: type = type(optimizer)
+    optimizer.__class__ = _class(plain)
     optimizer.grace = exchange
     exchange.attach(optimizer)
     optimizer._summed_passes = summed_passes

@@ -17,6 +17,7 @@ from grace.tensorflow.gradients import Gradient
 from grace.tensorflow.optim.exchanging import Exchanging
 from grace.tensorflow.optimizer import Distributed, innermost
 from grace.tensorflow.outer import buffers_of
+from grace.tensorflow.typed import do_not_convert
 
 
 def _with_one_decision(keras_apply: Any) -> Any:
@@ -30,7 +31,7 @@ def _with_one_decision(keras_apply: Any) -> Any:
     The class is changed because `model.compile` makes the LossScaleOptimizer itself.
     """
 
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     @wraps(keras_apply)
     def apply(self: Any, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         inner = self.inner_optimizer
@@ -43,6 +44,7 @@ def _with_one_decision(keras_apply: Any) -> Any:
             keras_apply(self, grads, trainable_variables)
             return
         if not self.built:
+            assert trainable_variables is not None
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
         if inner.grace.config.outer is not None:
@@ -126,7 +128,7 @@ def _without_old_functions(keras_make: Any) -> Any:
             # Its `scale_loss` comes before its first step.
             inner.build(self.trainable_variables)
         keras_make(self, force or (exchanges and inner.wrapped_late and self.train_function not in _made))
-        exchange = getattr(inner, "grace", None)
+        exchange: Exchange | None = getattr(inner, "grace", None)
         if exchange is not None and self.train_function not in _made:
             self.train_function = _make_train_function(self.train_function, weakref.ref(self), exchange, keras_make)
             _made.add(self.train_function)

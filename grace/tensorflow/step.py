@@ -57,7 +57,8 @@ class GraphStep:
         self._replicas = Replicas(exchange.config.check_replicas)
         # What outer steps look at; see `grace.core.session.outer_graph.GraphExchange`.
         self.rank, self.size, self.seed = transport.rank, transport.size, exchange.config.seed
-        self.track_norms, self.buffers = exchange.track_norms, exchange.buffers
+        self.track_norms = exchange.track_norms
+        self.buffers: Sequence[tf.Variable] = exchange.buffers
         self.is_foreign = self._states.is_foreign
         # What `traffic` returns.
         self._traffic = made_outside([2], tf.float64)
@@ -149,7 +150,7 @@ class GraphStep:
             self._traced, self._graph = self._states.live, functools.cache(self._trace)
         second, scales = references is not None, [] if loss_scale is None else [loss_scale]
         graph = self._graph(selection, scales[0].dtype if scales else None, second, bool(out))
-        merged = _call(graph, given(gradients), given(references) if second else [], scales, list(out))
+        merged = _call(graph, given(gradients), [] if references is None else given(references), scales, list(out))
         # A graph returns the shape of rows as a tensor.
         return [
             tf.IndexedSlices(x.values, x.indices, tf.constant(spec.shape)) if isinstance(x, tf.IndexedSlices) else x
@@ -188,7 +189,7 @@ class GraphStep:
 
     def traffic(self) -> list[tf.Tensor]:
         """Return the bytes of all syncs until now: those that this rank has sent, and those on the links."""
-        return tf.unstack(self._traffic.read_value())
+        return list(tf.unstack(self._traffic.read_value()))
 
     def everywhere(self, condition: tf.Tensor) -> tf.Tensor:
         """Return whether the condition holds on all ranks. All ranks must call it."""

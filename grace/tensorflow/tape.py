@@ -19,6 +19,7 @@ from grace.tensorflow.exchange import Exchange
 from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.optimizer import REFUSED
 from grace.tensorflow.transport import check_process
+from grace.tensorflow.typed import do_not_convert
 
 _WHERE = "grace.tensorflow.DistributedGradientTape"
 # A tape exists for one step only. The exchanges here live as long as the first of their variables, so that the tape of
@@ -26,7 +27,7 @@ _WHERE = "grace.tensorflow.DistributedGradientTape"
 _exchanges: dict[tuple[Any, ...], Exchange] = {}
 
 
-@tf.autograph.experimental.do_not_convert
+@do_not_convert
 def DistributedGradientTape(  # noqa: N802 - the field's name
     tape: tf.GradientTape,
     config: Exchange | Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -74,16 +75,18 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
 
     # Horovod makes a class for every tape. The methods are set on the class: on the instance they would make a
     # reference cycle, which keeps the tape and its recorded tensors alive.
-    cls, of_keras = type(wrapped), {}
+    cls = type(wrapped)
+    of_keras: dict[Any, Any] = {}
     horovod_gradient, horovod_register = cls.gradient, cls.register_local_source
 
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def reduce(
         self: Any, gradients: Sequence[Gradient | None], sources: Sequence[Any], *_: Any
     ) -> list[Gradient | None]:
         if not sources:
             return list(gradients)
-        exchange, sources = self.grace, [of_keras.get(source.ref(), source) for source in sources]
+        exchange: Exchange = self.grace
+        sources = [of_keras.get(source.ref(), source) for source in sources]
         if not isinstance(config, Exchange):
             # A persistent tape may compute the gradients of several lists of variables.
             fresh = given if not given.built else Exchange(config, **arguments, **options)
@@ -95,7 +98,7 @@ def DistributedGradientTape(  # noqa: N802 - the field's name
         return [merged[place] for place in places]
 
     # `use_generic_names` belongs to Horovod, whose get_local_and_global_gradients() passes it on. It changes nothing.
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def gradient(
         self: Any,
         target: Any,

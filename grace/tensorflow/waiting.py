@@ -124,7 +124,7 @@ def _watch(watched: weakref.ref[Watch]) -> None:
     while not _exiting.wait(1.0) and (watch := watched()) is not None:
         before, step = step, watch.under_way()
         calls = _running(calls) if step is not None and step == before else []
-        if calls:
+        if step is not None and calls:
             watch.wait(step, lambda w=watch, s=step, c=calls: w.under_way() != s or not _running(c))  # type: ignore[misc]
         elif step is not None:
             calls = _calls()

@@ -10,6 +10,7 @@ import torch
 
 from grace.core.errors import ConfigError
 from grace.core.session.inner import InnerOptimizer, InnerSteps
+from grace.core.spec import TensorSpec
 from grace.torch.adapter import OptimizerAdapter, give_own_class
 from grace.torch.describe import describe
 from grace.torch.tensors import is_sharded, own_part, spec_of
@@ -17,8 +18,6 @@ from grace.torch.tensors import is_sharded, own_part, spec_of
 
 class PlainOptimizer(InnerOptimizer):
     """An optimizer as outer steps see it, with its trained parameters in `names`, and the buffers of its model."""
-
-    spec = staticmethod(spec_of)
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], buffers: Mapping[str, torch.Tensor]
@@ -68,6 +67,9 @@ class PlainOptimizer(InnerOptimizer):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return _arrays(self._buffers)
+
+    def spec(self, name: str, x: torch.Tensor) -> TensorSpec:
+        return spec_of(name, x)
 
     def write(self, x: torch.Tensor, new: torch.Tensor) -> None:
         x.copy_(new.view(x.shape))
@@ -149,6 +151,6 @@ def shared_by(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str
     """Return the ranks that hold parts of one whole: of a sharded parameter, or of the states of an optimizer."""
     found = {f"parameter '{name}'": p.device_mesh.mesh.flatten().tolist() for p, name in names.items() if is_sharded(p)}
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        group = optimizer.process_group  # type: ignore[attr-defined]
+        group = optimizer.process_group
         found["the states of ZeroRedundancyOptimizer"] = torch.distributed.get_process_group_ranks(group)
     return found

@@ -80,7 +80,7 @@ class PendingGradients:
         """Look at a backward pass before autograd adds the gradient of this parameter to that of earlier passes."""
         if p in self._watched:
             return
-        p.register_hook(unserializable_hook(weak_hook(self._look)))  # type: ignore[no-untyped-call]
+        p.register_hook(unserializable_hook(weak_hook(self._look)))
         self._watched.add(p)
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:

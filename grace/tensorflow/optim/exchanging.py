@@ -25,6 +25,7 @@ from grace.core.plan.plan import early_warnings
 from grace.tensorflow.gradients import Gradient, inside
 from grace.tensorflow.optim.ruled import Ruled, work_dtype
 from grace.tensorflow.optimizer import Exchanges, OptimizerExchange, arrange
+from grace.tensorflow.typed import do_not_convert
 
 
 class Momenta(OptimizerExchange):
@@ -32,6 +33,7 @@ class Momenta(OptimizerExchange):
 
     takes_outer = False
     takes_auto = False
+    _optimizer: Exchanging
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
@@ -117,7 +119,7 @@ class Exchanging(Exchanges, Ruled):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     # AutoGraph would take longer than the tracing, and is not needed.
-    @tf.autograph.experimental.do_not_convert
+    @do_not_convert
     def apply(self, grads: Sequence[Gradient | None], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange gradients or momenta, and update the variables; all ranks must call it equally often.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,11 @@ class OneBit(Exchanging):
     """Base of both: exchanged gradients in the warm-up, and momenta afterwards."""
 
     rule: ClassVar[type[Freezing]]
+    _rule: Freezing
+
+    if TYPE_CHECKING:
+
+        def _rule_of(self, i: int) -> Freezing: ...
 
     @property
     def frozen(self) -> bool:

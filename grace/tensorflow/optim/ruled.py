@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,6 +18,7 @@ from grace.core.optim.moments import Moments, signature_of
 from grace.core.spec import State
 from grace.tensorflow.gradients import device_of, inside, names_of
 from grace.tensorflow.run import tensorflow_ops
+from grace.tensorflow.typed import Optimizer
 
 # The arguments of every optimizer of Keras, with their defaults.
 _OF_KERAS: Mapping[str, Any] = {
@@ -33,10 +34,11 @@ _OF_KERAS: Mapping[str, Any] = {
 }
 
 
-class Ruled(keras.optimizers.Optimizer):
+class Ruled(Optimizer):
     """An optimizer whose steps are those of `rule`, whose fields are arguments by the names of Keras."""
 
     rule: ClassVar[type[Moments]]
+    __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -80,7 +82,7 @@ class Ruled(keras.optimizers.Optimizer):
 
     # --- one variable by its number -----------------------------------------------------------------------------------
 
-    def _rule_of(self, i: int) -> Any:
+    def _rule_of(self, i: int) -> Moments:
         decays = not self._rule.weight_decay or self._use_weight_decay(self._trainable_variables[i])
         return self._rule if decays else dataclasses.replace(self._rule, weight_decay=0.0)
 
@@ -115,7 +117,7 @@ class Ruled(keras.optimizers.Optimizer):
 
 def _options_of(rule: type[Moments]) -> dict[str, Any]:
     """Return the fields of a rule by the names of Keras, with their defaults."""
-    found = {f.name: f.default for f in dataclasses.fields(rule) if f.name != "decoupled_weight_decay"}
+    found: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(rule) if f.name != "decoupled_weight_decay"}
     first, second = found.pop("betas")
     return {"beta_1": first, "beta_2": second, "epsilon": found.pop("eps"), **found}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,11 @@ class ZeroOneAdam(Exchanging):
     """
 
     rule = zero_one.ZeroOneAdam
+    _rule: zero_one.ZeroOneAdam
+
+    if TYPE_CHECKING:
+
+        def _rule_of(self, i: int) -> zero_one.ZeroOneAdam: ...
 
     def __init__(
         self,

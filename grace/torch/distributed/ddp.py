@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -106,16 +107,21 @@ class DDPExchange(ReplicatedExchange):
             self._used = used = set()
             for p, name in self.trained.items():
                 # Called before DDP learns of the gradient, which it leaves as it is.
-                p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))  # type: ignore[misc]
+                p.register_hook(unserializable_hook(lambda _, name=name: used.add(name)))
         # DDP calls no hook for a parameter that was converted or moved, but PyTorch keeps the hooks of the parameter.
         # One parameter is enough to check all.
         for p in itertools.islice(self.trained, 1):
-            p.register_hook(unserializable_hook(weak_hook(self._check_unchanged)))  # type: ignore[no-untyped-call]
+            p.register_hook(unserializable_hook(weak_hook(self._check_unchanged)))
         alive = weakref.ref(model)
+
+        def no_sync() -> AbstractContextManager[None]:
+            there = alive()
+            assert there is not None
+            paused: AbstractContextManager[None] = there.no_sync()
+            return paused
+
         # False after a forward pass in no_sync(), whose gradients stay on this rank.
-        self._watch(
-            model, lambda: bool(getattr(alive(), "require_forward_param_sync", False)), lambda: alive().no_sync()
-        )
+        self._watch(model, lambda: bool(getattr(alive(), "require_forward_param_sync", False)), no_sync)
         # DDP would refuse the annotations of a method, because they are strings.
         model.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         # DDP's own note of it could not be saved, and a copy of the model would have the note without the hook.
@@ -156,7 +162,7 @@ class DDPExchange(ReplicatedExchange):
         return _completed(bucket.buffer()) if future is None else future
 
     def _start(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-        names = [self._names[p] for p in parameters]  # type: ignore[index]
+        names = [self._names[p] for p in parameters]
         buffer, ours = bucket.buffer(), self.run.plan.assignment_of.keys() & names
         if self.advisor is not None and not buffer.is_sparse:
             for name, view in zip(names, split(buffer, parameters), strict=True):
@@ -317,4 +323,4 @@ def wait_for(work: dist.Work, x: torch.Tensor, transport: Transport, what: Calla
 def call_after_backward(call: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass under way, after those that were queued before."""
     # There is no public way to do so. DDP and FSDP do the same.
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -76,7 +76,7 @@ class _Tensor(NamedTuple):
     @property
     def local(self) -> torch.Tensor:
         """The part of this rank."""
-        return self.sharded.sharded_param.detach().to_local()  # type: ignore[no-any-return]
+        return self.sharded.sharded_param.detach().to_local()
 
 
 @dataclass
@@ -244,7 +244,7 @@ class ShardedExchange(ModelExchange):
         if cast(FSDPModule, self._model)._get_fsdp_state()._is_root is not None:
             # FSDP may have been interrupted in a pass. Afterwards the model has its sharded parameters again. Before
             # its first pass, FSDP has nothing to return to.
-            self._model.reset_iter_state()  # type: ignore[operator]
+            self._model.reset_iter_state()
         self._model.zero_grad()
         for tensor in self._tensors.values():
             # FSDP does not forget the gradients of modules that it had not reduced, and would add to them.
@@ -410,7 +410,7 @@ class GradientScatter(_Reduction):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer, as FSDP's own."""
-        return self._plain.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
+        return self._plain.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False

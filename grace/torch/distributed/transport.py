@@ -141,6 +141,9 @@ class ProcessGroupTransport(OrderedTransport):
             place.set(here[self.rank], "")
             return place
 
+        here = [f"rank {rank}" for rank in range(self.size)]
+        place = arrive()
+
         def end(how: str) -> bool:
             # The first rank decides.
             return bool(place.compare_set("end", "", how).decode() == "connected")
@@ -154,8 +157,6 @@ class ProcessGroupTransport(OrderedTransport):
             place = arrive()
             return False
 
-        here = [f"rank {rank}" for rank in range(self.size)]
-        place = arrive()
         try:
             self._until(connected, lambda: what)
         except WaitError:

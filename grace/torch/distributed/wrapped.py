@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from grace.core.errors import ConfigError, StepError
+from grace.torch.typed import Future
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ _COLLECTIVES = (
 )
 
 
-class DeferredFuture(torch.futures.Future[T]):
+class DeferredFuture(Future[T]):
     """A future that is completed at the end of the backward pass; a hook that waits for it would wait forever."""
 
     def __init__(self, devices: list[torch.device] | None = None) -> None:
@@ -45,11 +46,11 @@ class DeferredFuture(torch.futures.Future[T]):
             )
         return super().wait()
 
-    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+    def then(self, callback: Callable[[Any], Any]) -> Future[Any]:
         """Return the future of what `callback` makes of this one."""
         result: DeferredFuture[Any] = DeferredFuture(self._devices)
 
-        def complete(done: torch.futures.Future[T]) -> None:
+        def complete(done: Future[T]) -> None:
             try:
                 result.set_result(callback(done))
             except Exception as error:

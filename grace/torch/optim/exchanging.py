@@ -28,6 +28,7 @@ from grace.torch.library import Library, connect
 from grace.torch.optim.ruled import Parameters, Ruled
 from grace.torch.optimizer import refuse_parameters
 from grace.torch.tensors import names_of, refuse_unfrozen, spec_of
+from grace.torch.typed import no_grad
 
 
 class Momenta(Exchange):
@@ -102,8 +103,7 @@ class Exchanging(Ruled, ABC):
             refuse_parameters(list(self._names), request.where)
             self._frozen = {name: p for p, name in self._names.items() if not p.requires_grad}
             gradients = [spec_of(name, p) for p, name in self._names.items() if p.requires_grad]
-            momenta = [dataclasses.replace(spec, dtype=spec.work_dtype) for spec in gradients]
-            session.begin(momenta, OPS, average=True)
+            session.begin([dataclasses.replace(spec, dtype=spec.work_dtype) for spec in gradients], OPS, average=True)
         settings = {"compressor": "none", "seed": session.config.seed, "timeout": session.config.timeout}
         with library.session(Request(settings, {}, type(self), request.where), "gradient") as dense:
             self._gradients: Run = dense.begin(gradients, OPS, average=True)
@@ -128,7 +128,7 @@ class Exchanging(Ruled, ABC):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange gradients or momenta, and update the weights; all ranks must call it equally often.
 
@@ -204,7 +204,7 @@ class Exchanging(Ruled, ABC):
         """Return the state of the optimizer, with that of grace; every rank must save its own."""
         return {**super().state_dict(), "grace": self.grace.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         """Load a state of this optimizer, or a list with those of all ranks, whose residuals are merged.
 
         Raises StateError if it was saved by another optimizer, or with other tensors or methods; nothing is loaded.

@@ -12,6 +12,7 @@ from grace.core.optim import lamb, lans
 from grace.torch.exchange import OPS
 from grace.torch.optim.ruled import Parameters, Ruled, flat
 from grace.torch.tensors import is_sharded
+from grace.torch.typed import no_grad
 
 
 class _Local(Ruled):
@@ -29,7 +30,7 @@ class _Local(Ruled):
                     "optimizer that acts on elements, such as AdamW."
                 )
 
-    @torch.no_grad()
+    @no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients."""
         loss = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -20,6 +20,10 @@ class OneBit(Exchanging):
     rule: ClassVar[type[Freezing]]
     # |v|_1 when it was last looked at.
     kept: ClassVar[Mapping[str, Any]] = {"norm": 0.0}
+
+    if TYPE_CHECKING:
+
+        def _rule_of(self, group: Mapping[str, Any]) -> Freezing: ...
 
     @property
     def frozen(self) -> bool:

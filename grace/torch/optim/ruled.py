@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -11,15 +12,17 @@ import torch
 from grace.core.errors import ConfigError, StepError
 from grace.core.optim.moments import Moments, signature_of
 from grace.torch.exchange import OPS
+from grace.torch.typed import Optimizer
 
 #: What `params` of an optimizer of PyTorch may be.
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class Ruled(torch.optim.Optimizer):
+class Ruled(Optimizer):
     """An optimizer whose steps are those of `rule`, whose fields are options of the parameter groups."""
 
     rule: ClassVar[type[Moments]]
+    __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -36,7 +39,7 @@ class Ruled(torch.optim.Optimizer):
     def _where(self) -> str:
         return f"grace.torch.optim.{type(self).__name__}"
 
-    def _rule_of(self, group: Mapping[str, Any]) -> Any:
+    def _rule_of(self, group: Mapping[str, Any]) -> Moments:
         fields = {f.name: group[f.name] for f in dataclasses.fields(self.rule)}
         return self.rule(**{**fields, "betas": tuple(group["betas"])})
 

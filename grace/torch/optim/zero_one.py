@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -37,6 +37,10 @@ class ZeroOneAdam(Exchanging):
     # The gradients in the second moment, the step of the next one, and the sum of the learning rates since the last
     # sync.
     kept: ClassVar[Mapping[str, Any]] = {"learnt": 0, "learn_at": 1, "rates": 0.0}
+
+    if TYPE_CHECKING:
+
+        def _rule_of(self, group: Mapping[str, Any]) -> zero_one.ZeroOneAdam: ...
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class ZeroOneAdam(Exchanging):
     def _rate(self, group: Mapping[str, Any], number: int) -> float:
         return float(self._rule_of(group).rate(float(group["lr"]), number))
 
-    def _rest(self, p: torch.Tensor, rule: Any) -> None:
+    def _rest(self, p: torch.Tensor, rule: zero_one.ZeroOneAdam) -> None:
         """Return a parameter that was frozen between two syncs to its weights after the last one."""
         if "anchor" in self.state.get(p, {}):
             state = self._state_of(p, rule)
@@ -123,7 +127,7 @@ class ZeroOneAdam(Exchanging):
                 found[f"exp_avg_sq of {name}"] = state["exp_avg_sq"]
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
         """Load a state as that of `OneBitAdam`; one from between two syncs on as many ranks as have saved it."""
         one = state_dict[0] if isinstance(state_dict, list) else state_dict
         size = len(state_dict) if isinstance(state_dict, list) else one.get("grace", {}).get("size")

@@ -12,7 +12,7 @@ from grace.torch.exchange import Exchange
 from grace.torch.trainers.compression import Compression, Configuration
 
 
-class GraceCallback(composer.Callback):
+class GraceCallback(composer.Callback):  # type: ignore[misc]
     """A callback that compresses the gradients of a `composer.Trainer` in DDP, keeps its state and logs scalars.
 
     `config` and `options` are as for `grace.torch.register`. The model is registered when `fit` begins. Every

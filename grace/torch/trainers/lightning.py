@@ -12,7 +12,7 @@ from grace.torch.trainers.compression import Compression, Configuration
 _KEY = "grace"
 
 
-class GraceCallback(lightning.Callback):
+class GraceCallback(lightning.Callback):  # type: ignore[misc]
     """A callback that compresses the gradients of a `lightning.Trainer`, keeps its state and logs scalars.
 
     `config` and `options` are as for `grace.torch.register`. The model is registered when `fit` begins, after the

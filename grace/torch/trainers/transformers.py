@@ -13,7 +13,7 @@ from grace.torch.exchange import Exchange
 from grace.torch.trainers.compression import Compression, Configuration
 
 
-class GraceCallback(transformers.TrainerCallback):
+class GraceCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """A callback that compresses the gradients of a `transformers.Trainer`, keeps its state and logs scalars.
 
     `config` and `options` are as for `grace.torch.register`. The model is registered when training begins, after the
@@ -34,8 +34,8 @@ class GraceCallback(transformers.TrainerCallback):
 
         @functools.wraps(train)
         def train_from(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            from_last = resume_from_checkpoint is True
-            self._checkpoint = get_last_checkpoint(trainer.args.output_dir) if from_last else resume_from_checkpoint
+            given = resume_from_checkpoint
+            self._checkpoint = get_last_checkpoint(trainer.args.output_dir) if given is True else given or None
             return train(resume_from_checkpoint, *args, **kwargs)
 
         trainer.train = train_from
