@@ -285,6 +285,10 @@ def million() -> Values:
     short, long = (np.mean(outer_runs.behind("DiLoCo", steps)) for steps in (600, 6000))
     assert long < short / 3, "the gap closes in longer runs"
     yield "diloco_long", f"{long:.1f}"
+    diloco, local = (outer_runs.behind(method, 2010) for method in ("DiLoCo", "local SGD"))
+    assert 2 * max(diloco) < min(local), "outer momentum pays in longer runs"
+    yield "diloco_middle", f"{np.mean(diloco):.1f}"
+    yield "local_middle", f"{np.mean(local):.1f}"
 
 
 @quoted
