@@ -280,7 +280,7 @@ def test_peak_is_that_of_one_visit():
         def step(self):
             np.ones(self._numbers)
 
-        def reported(self):
+        def reported_bytes(self):
             return None
 
         def gradient_bytes(self):
@@ -313,7 +313,7 @@ def test_a_metered_visit_says_where_the_time_went():
             self._exchange.step(self._gradients)
             time.sleep(0.01)
 
-        def reported(self):
+        def reported_bytes(self):
             return None
 
         def gradient_bytes(self):
