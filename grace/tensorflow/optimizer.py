@@ -310,6 +310,12 @@ class OptimizerExchange(Exchange):
             return super().common_weights()
         return {name: tf.identity(v) for name, v in zip(self.names, self.outer.anchors, strict=True)}
 
+    def variates(self, rank: int = 0) -> dict[str, tf.Tensor]:
+        """Return copies of the control variates; see `grace.core.session.exchange.Exchange`."""
+        if self.outer is None:
+            return super().variates(rank)
+        return dict(zip(self.names, self.outer.shaped_variates(), strict=False))
+
     @property
     def of_this_rank(self) -> list[tf.Variable]:
         """The variables that differ between ranks. A broadcast must not change them."""

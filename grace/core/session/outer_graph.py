@@ -338,6 +338,10 @@ class GraphOuter:
             for v in (total, number):
                 v.assign(self._number(0.0, "float64"))
 
+    def shaped_variates(self) -> list[Array]:
+        """Return the control variates in the shapes of the tensors; none if there are none."""
+        return [self._reshape(i, v.read_value()) for i, v in enumerate(self.variates)]
+
     # --- what is sent -----------------------------------------------------------------------------------------------
 
     def _changes(self, members: Sequence[int], warming: Array, whole: Array | None) -> list[Array]:

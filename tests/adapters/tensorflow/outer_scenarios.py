@@ -115,6 +115,8 @@ def _bits(name: str, mine: Any) -> dict[str, Any]:
         "equal": equal,
         "resumed": resumed,
         "common": same({key: x.numpy() for key, x in common.items()}, expected),
+        "variates": not outer.get("variates")
+        or same({key: x.numpy() for key, x in kept.optimizer.grace.variates().items()}, sim.variates(rank)),
         "stats": [kept.optimizer.grace.stats()["outer"], sim.stats(rank)["outer"]],
     }
 

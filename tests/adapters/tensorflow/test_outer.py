@@ -28,6 +28,7 @@ def test_outer_steps_in_graphs_have_the_bits_of_a_simulation(launch, name):
         assert found["equal"] == [True] * 13, found
         assert found["resumed"] == [True] * (6 if ALL else 0), found
         assert found["common"]
+        assert found["variates"]
         ours, theirs = found["stats"]
         assert theirs["rounds"] >= 4
         assert 0 < ours["utilisation"] < 1
