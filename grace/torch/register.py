@@ -65,8 +65,7 @@ def register(
     if optimizer is not None:
         library = TorchDistributed(process_group, request.timeout, WHERE)
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        wrapped_optimizer = wrap(request, library, optimizer, _named_tensors_of(model), grad_scaler, sites=ranks)
-        made: Exchange = wrapped_optimizer.grace
+        made: Exchange = wrap(request, library, optimizer, _named_tensors_of(model), grad_scaler, sites=ranks).grace
         return made
     model = _parallel_in(model)
     parallel = isinstance(model, (DistributedDataParallel, _sharded_class()))

@@ -339,7 +339,7 @@ class GraphOuter:
                 v.assign(self._number(0.0, "float64"))
 
     def shaped_variates(self) -> list[Array]:
-        """Return the control variates in the shapes of the tensors; none if there are none."""
+        """Return the control variates in the shapes of the tensors; an empty list without them."""
         return [self._reshape(i, v.read_value()) for i, v in enumerate(self.variates)]
 
     # --- what is sent -----------------------------------------------------------------------------------------------

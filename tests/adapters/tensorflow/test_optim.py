@@ -27,7 +27,9 @@ def test_one_bit_optimizers_of_keras_are_those_of_the_papers(launch, scaled):
         assert rank["adam"]["resumed"]
         # Only the steps after the warm-up exchange momenta.
         assert rank["adam"]["stats"]["step"] == 3
-        assert rank["adam"]["stats"]["wire_bytes"] <= rank["adam"]["stats"]["dense_bytes"] / 8 or launch.ranks == 1
+        sent, eighth = rank["adam"]["stats"]["wire_bytes"], rank["adam"]["stats"]["dense_bytes"] / 8
+        # Shards of so small a net have as many scales and padding among four ranks as to make up an eighth.
+        assert launch.ranks == 1 or sent < eighth or (launch.ranks == 4 and sent == eighth)
 
 
 @on(TWO, FOUR)

@@ -114,11 +114,14 @@ class _Twice:
 
     def __init__(self, wrapped: Callable[[Net], Any], memory: dict[str, Any], scaled: bool) -> None:
         self.net = make()
+        self.net.register_buffer("calls", torch.zeros(()))
         self.model = wrapped(self.net)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
         self.exchange: Any = grace.torch.register(self.model, {**EXACT, "memory": memory}, grad_scaler=self.scaler)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.alike: list[bool] = []
+        # What the buffer has counted after each step.
+        self.counted: list[int] = []
 
     def step(self, number: int) -> None:
         """Take a step, whose random numbers are noted."""
@@ -128,6 +131,7 @@ class _Twice:
 
         def closure() -> None:
             self.optimizer.zero_grad()
+            self.net.calls += 1
             drawn.append(float(torch.rand(1)))
             for batch in some:
                 with self._alone(batch is not some[-1]):
@@ -137,6 +141,7 @@ class _Twice:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.alike.append(len(set(drawn)) == 1)
+        self.counted.append(int(self.net.calls))
 
     @contextmanager
     def _alone(self, alone: bool) -> Iterator[None]:
@@ -205,6 +210,7 @@ def second_gradients_of_shards() -> dict[str, Any]:
                 "kinds": kinds,
                 "moved": moved,
                 "alike": one.alike,
+                "counted": [*one.counted],
             }
             if count == 1:
                 foreign = one.exchange.state_dict() | {"rank": 1 - min(my_rank(), 1)}

@@ -39,6 +39,7 @@ def test_second_gradients_of_shards_are_those_of_ddp(launch):
             assert found["equal"] == [True] * 3, label
             assert set(found["kinds"]) == {True, False}
             assert all(found["alike"]), "both calls of a step draw the same"
+            assert found["counted"] == [*range(1, 9)], "buffers return after the first of two calls"
 
 
 @on(TWO)
